@@ -1,0 +1,141 @@
+"""What did the user ask? Keywords become a `Problem`."""
+
+import inspect
+from typing import Any, Literal, overload
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+
+from pallas_flash import dispatch, problem, vjp
+from pallas_flash.plan import Plan
+
+Window = int | tuple[int | None, int | None] | None
+
+
+@overload
+def flash_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    scale: ArrayLike | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: Window = ...,
+    return_residual: Literal[False] = ...,
+    implementation: str | None = ...,
+    query_offset: ArrayLike = ...,
+    deterministic: bool = ...,
+    precision: Any = ...,
+    plan: Plan | None = ...,
+    interpret: bool = ...,
+) -> Array: ...
+
+
+@overload
+def flash_attention(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, *, return_residual: Literal[True], **keywords: Any
+) -> tuple[Array, Array]: ...
+
+
+def flash_attention(
+    query,
+    key,
+    value,
+    *,
+    scale=None,
+    is_causal=False,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    local_window_size=None,
+    return_residual=False,
+    implementation=None,
+    query_offset=0,
+    deterministic=False,
+    precision=None,
+    plan=None,
+    interpret=False,
+):
+    """Exact attention, softmax(scale·q·kᵀ, masked)·v, without a T×S buffer in device memory.
+
+    Takes the arguments of `jax.nn.dot_product_attention` and more. It differs in one rule: a query with nothing to
+    attend to gives 0 (residual -inf, gradients 0), where jax.nn gives the mean of the values. Masks of every kind hold
+    together; a key that no query may attend to, NaN or inf included, never reaches a result or a gradient.
+
+    Letters: B batch, T queries, S keys, N query heads, K key/value heads (K divides N; query head h attends to
+    key/value head h // (N // K)), H head dim, Hv head dim of the values.
+
+    Args:
+        query: [*B, T, N, H], bfloat16, float16, float32 or float64, any number of batch axes, any sizes >= 0.
+        key: [*B, S, K, H], the dtype of `query`.
+        value: [*B, S, K, Hv], the dtype of `query`.
+        scale: Number or floating scalar array, multiplies the scores. A traced one is differentiable and never
+            recompiles. None: 1/sqrt(H).
+        is_causal: Whether query t attends to keys 0 … t + query_offset only.
+        query_seq_lengths: Integer, [*B] or broadcastable, 0 … T: queries from there on give 0.
+        key_value_seq_lengths: Integer, [*B] or broadcastable, 0 … S: keys from there on do not count.
+        local_window_size: A query at position p attends to keys p - left … p + right, both included. One int is both
+            sides, None is no bound on a side.
+        return_residual: Whether to return the log-sum-exp of each query's logits too.
+        implementation: "triton" (NVIDIA GPUs from Ampere on), "xla" (any device, differentiable to any order, in
+            forward mode too), or None for the fastest that accepts the call; `explain` tells which and why.
+        query_offset: Integer, scalar or [*B]: the position of query 0 among the keys, which moves the causal edge and
+            the window. S - T aligns the last query with the last key.
+        deterministic: Whether gradients must be bitwise reproducible. Both implementations always are.
+        precision: `jax.lax.Precision` (or its name) of the dots of float32 inputs, forward and backward: on GPUs
+            "default" is tf32, "high" and "highest" are three tf32 products, accurate as float32. None follows
+            `jax.default_matmul_precision`.
+        plan: `Plan` of block sizes for the Triton kernels. None: chosen for the device.
+        interpret: Whether to run the Pallas kernels in interpret mode, which works on a CPU.
+
+    Returns:
+        Output [*B, T, N, Hv] in the dtype of `query`. With `return_residual`, also the log-sum-exp [*B, T, N], natural
+        logarithm, float32 (float64 for float64 inputs), differentiable.
+
+    Raises:
+        TypeError, ValueError: An argument is wrong; the message names it, what was expected, what came and the remedy.
+        NotImplementedError: `implementation` refuses the call, with the reason.
+
+    Source: Dao, FlashAttention-2 (arXiv:2307.08691); docs/algorithm.md has the equations.
+    """
+    query, key, value = (_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    posed, batch = problem.pose(
+        query, key, value, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size, return_residual=return_residual,
+        implementation=implementation, query_offset=query_offset, deterministic=deterministic, precision=precision,
+        plan=plan, interpret=interpret,
+    )  # fmt: skip
+    folded = (x.reshape(posed.B, *x.shape[-3:]) for x in (query, key, value))
+    out, residual = vjp.attend(dispatch.resolve(posed), *folded)
+    out = out.reshape(*batch, *out.shape[1:])
+    if not return_residual:
+        return out
+    return out, jnp.swapaxes(residual, 1, 2).reshape(out.shape[:-1])
+
+
+def explain(query, key, value, **keywords) -> dispatch.Explanation:
+    """Which implementation a call of `flash_attention` takes on the current device, and why each other one refuses.
+
+    Args:
+        query, key, value: As for `flash_attention`; `jax.ShapeDtypeStruct`s will do.
+        **keywords: As for `flash_attention`.
+
+    Returns:
+        The choice, its plan and the refusals as data; printed, a table.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As the call would.
+    """
+    arguments = inspect.signature(flash_attention).bind(query, key, value, **keywords)
+    arguments.apply_defaults()
+    posed, _ = problem.pose(**arguments.arguments)
+    return dispatch.explain(posed)
+
+
+def _array(name: str, x) -> Array:
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name}: expected an array, got {type(x).__name__}; convert it with jnp.asarray") from error

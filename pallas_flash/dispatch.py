@@ -1,0 +1,89 @@
+"""Who can do it? The implementations, in order of preference, and the choice among them."""
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+
+from pallas_flash.plan import Plan
+from pallas_flash.problem import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One way to compute attention.
+
+    Attributes:
+        name: As in the argument `implementation`.
+        refusal: problem → why it is refused, forward or backward; None: accepted.
+        forward: problem, q, k, v → output [B, T, N, Hv] and natural log-sum-exp [B, N, T].
+        backward: problem, q, k, v, lse, do, delta → dq, dk, dv; None: `forward` is differentiated by JAX.
+        plan: problem → block sizes; None: it has none.
+    """
+
+    name: str
+    refusal: Callable[[Problem], str | None]
+    forward: Callable
+    backward: Callable | None = None
+    plan: Callable[[Problem], Plan] | None = None
+
+
+@functools.cache
+def implementations() -> tuple[Implementation, ...]:
+    """All of them, fastest first. Imported on first use: Triton's lowering is absent from some jaxlibs."""
+    triton = importlib.import_module("pallas_flash.kernels.triton")
+    xla = importlib.import_module("pallas_flash.xla")
+    return (
+        Implementation("triton", triton.refusal, triton.forward, triton.backward, triton.plan),
+        Implementation("xla", xla.refusal, xla.forward),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Which implementation a call takes, and why the others do not.
+
+    Attributes:
+        implementation: Name of the chosen one.
+        refusals: Name → reason, for each that refuses.
+        plan: Its block sizes; None: it has none.
+    """
+
+    implementation: str
+    refusals: Mapping[str, str]
+    plan: Plan | None
+
+    def __str__(self) -> str:
+        rows = [("implementation", "", "why")]
+        for each in implementations():
+            chosen = each.name == self.implementation
+            reason = self.refusals.get(each.name, "accepts")
+            rows.append((each.name, "chosen" if chosen else "", str(self.plan) if chosen and self.plan else reason))
+        return "\n".join(f"{name:<15} {mark:<7} {why}" for name, mark, why in rows)
+
+
+def named(name: str) -> Implementation:
+    """The implementation of that name."""
+    return next(each for each in implementations() if each.name == name)
+
+
+def explain(problem: Problem) -> Explanation:
+    """What `resolve` decides, with the reasons; raises as it does."""
+    refusals = {each.name: reason for each in implementations() if (reason := each.refusal(problem))}
+    candidates = [e.name for e in implementations() if problem.implementation in (None, e.name)]
+    accepting = [name for name in candidates if name not in refusals]
+    if not accepting:
+        reasons = "; ".join(f"{name}: {refusals[name]}" for name in candidates)
+        raise NotImplementedError(f"implementation={problem.implementation!r} refuses this call: {reasons}")
+    chosen = named(accepting[0])
+    return Explanation(chosen.name, refusals, chosen.plan(problem) if chosen.plan else None)
+
+
+def resolve(problem: Problem) -> Problem:
+    """`problem` with its implementation and plan filled in, for forward and backward together.
+
+    Raises:
+        NotImplementedError: The named implementation refuses, or all do; with the reasons.
+    """
+    choice = explain(problem)
+    return dataclasses.replace(problem, implementation=choice.implementation, plan=choice.plan)

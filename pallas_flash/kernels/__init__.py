@@ -1,0 +1,1 @@
+"""Kernel families, one folder per compiler."""

@@ -1,0 +1,65 @@
+"""How tiles move in the forward pass, with Triton: one program per tile of queries walks the keys it attends to."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from pallas_flash import masks, softmax
+from pallas_flash.kernels.triton import launch
+from pallas_flash.kernels.triton.launch import Grid, Sequence
+from pallas_flash.masks import Span
+from pallas_flash.plan import Blocks
+from pallas_flash.problem import Problem
+from pallas_flash.tile import Tile
+
+
+def flash_forward(q_ref, k_ref, v_ref, o_ref, lse_ref, *, problem: Problem, grid: Grid, blocks: Blocks):
+    """Kernel body: output and log-sum-exp of one tile of queries (FlashAttention-2, algorithm 1)."""
+    q_layout, k_layout, v_layout, o_layout, lse_layout = layouts(problem, blocks)
+    block_q, block_k = blocks.block_q, blocks.block_k
+    first = grid.tile() * block_q
+    mask = launch.bounded(problem, blocks)
+    seen = masks.visit(mask, Span(first, first + block_q), Span(0, problem.S), block_k)
+    sign, c = softmax.base2(problem.any_scale)
+    fast = launch.elementary(problem)
+
+    q = softmax.signed(sign, q_layout.load(q_ref, first, seen.rows))
+
+    def step(j, run: softmax.Running, edge: bool) -> softmax.Running:
+        inside = seen.columns if edge else None
+        k = k_layout.load(k_ref, j * block_k, inside)
+        v = v_layout.load(v_ref, j * block_k, inside)
+        keep = mask.keep(Tile.at(first, block_q, j * block_k, block_k)) if edge else None
+        s = launch.dot(problem, q, k, trans_b=True)
+        return softmax.update(run, s, keep, c, lambda p: launch.dot(problem, p.astype(v.dtype), v), fast)
+
+    run = seen.walk(step, softmax.start((block_q,), v_layout.tile[1]))
+    o, lse = softmax.finish(run)
+    o_layout.store(o_ref, first, o)
+    lse_layout.store(lse_ref, first, lse)
+
+
+def layouts(problem: Problem, blocks: Blocks) -> tuple[Sequence, ...]:
+    """Of q, k, v, and of output and log-sum-exp, for programs of one query head each."""
+    queries, keys = (problem.T, blocks.block_q), (problem.S, blocks.block_k)
+    return (
+        Sequence(*queries, problem.H),
+        Sequence(*keys, problem.H, shared=problem.G),
+        Sequence(*keys, problem.Hv, shared=problem.G),
+        Sequence(*queries, problem.Hv),
+        Sequence(*queries),
+    )
+
+
+def forward(
+    problem: Problem, q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"]
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
+    """Output in q's dtype and natural log-sum-exp in float32."""
+    blocks = problem.plan.forward
+    grid = Grid.of(problem, problem.N, problem.T, blocks.block_q, problem.mask)
+    q_layout, k_layout, v_layout, o_layout, lse_layout = layouts(problem, blocks)
+    o = jax.ShapeDtypeStruct((*q.shape[:-1], problem.Hv), q.dtype)
+    lse = jax.ShapeDtypeStruct((problem.B, problem.N, problem.T), jnp.float32)
+    operands = [(q, q_layout), (k, k_layout), (v, v_layout)]
+    return tuple(launch.call(flash_forward, problem, grid, blocks, operands, [(o, o_layout), (lse, lse_layout)]))

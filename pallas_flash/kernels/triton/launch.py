@@ -1,0 +1,247 @@
+"""Everything that names Triton: launching, layouts, loads and stores, dots and the GPU's elementary functions.
+
+The kernel bodies beside this file are plain jnp on tiles, written against what is here.
+"""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax._src.pallas.triton.pallas_call_registration import pallas_call_lowering
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jax.extend.pallas import register_lowering_rule
+
+from pallas_flash import plan as plans
+from pallas_flash.masks import Lengths, Mask, Span
+from pallas_flash.plan import Blocks, Plan, padded
+from pallas_flash.problem import Problem
+from pallas_flash.softmax import Elementary
+from pallas_flash.tile import indices
+
+
+@dataclasses.dataclass(frozen=True)
+class _CompilerParams(plt.CompilerParams):
+    """Triton's parameters, lowered without JAX's deprecation warning of its Triton backend."""
+
+
+def _quiet_lowering(*args, **kwargs):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
+        return pallas_call_lowering(*args, **kwargs)
+
+
+register_lowering_rule(_CompilerParams, _quiet_lowering, "gpu")
+
+
+def refusal(problem: Problem) -> str | None:
+    """Why these kernels cannot serve the problem on the current device; None: they can."""
+    if problem.dtype == "float64":
+        return "float64 is not supported; cast to float32 or use implementation='xla'"
+    for name, width in (("query", problem.H), ("value", problem.Hv)):
+        if width > 256:
+            return f"the head dim of {name} is {width}, at most 256 is supported; use more heads or implementation='xla'"
+    capability = _capability(problem)
+    if isinstance(capability, str):
+        return capability
+    if capability < 80:
+        found = f"the GPU has compute capability {capability // 10}.{capability % 10}"
+        return f"{found}, 8.0 (Ampere) or later is required; use implementation='xla'"
+    chosen = _plan(problem)
+    return chosen if isinstance(chosen, str) else None
+
+
+def plan(problem: Problem) -> Plan:
+    """The user's plan, or the one chosen for the current device; `refusal` must have returned None."""
+    chosen = _plan(problem)
+    assert isinstance(chosen, Plan)
+    return chosen
+
+
+def _plan(problem: Problem) -> Plan | str:
+    itemsize = jnp.dtype(problem.dtype).itemsize
+    sizes = plans.Sizes(problem.T, problem.S, problem.H, problem.Hv, itemsize, problem.mask.grows)
+    return problem.plan or plans.choose(int(_capability(problem)), sizes)
+
+
+def _capability(problem: Problem) -> int | str:
+    """Compute capability of the device to compile for (90 for 9.0), or why there is none."""
+    if problem.interpret:
+        return 90
+    if not plt.is_gpu_device():
+        return "no GPU to compile for; use implementation='xla', or interpret=True to run the kernels on this device"
+    try:
+        return plt.get_gpu_info().compute_capability
+    except (ValueError, RuntimeError) as error:
+        return f"unknown GPU ({error}); use implementation='xla'"
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """One program per batch entry, head and tile of rows; programs side by side share the tile's index, not the head.
+
+    Attributes:
+        B, heads, tiles: Its extents.
+        group: Heads that run side by side (`Plan.head_group`).
+        last_first: Whether the last tile of rows comes first, which balances masks that grow.
+    """
+
+    B: int
+    heads: int
+    tiles: int
+    group: int
+    last_first: bool
+
+    @classmethod
+    def of(cls, problem: Problem, heads: int, rows: int, block: int, mask: Mask) -> "Grid":
+        group = max(g for g in range(1, problem.plan.head_group + 1) if heads % g == 0)
+        return cls(problem.B, heads, pl.cdiv(rows, block), group, mask.grows)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.group, self.tiles, self.B * self.heads // self.group
+
+    def at(self, x, y, z) -> tuple[Array, Array, Array]:
+        """Batch entry, head and tile of the program at a place of the grid."""
+        groups = jnp.int32(self.heads // self.group)
+        head = lax.rem(z, groups) * self.group + x
+        return lax.div(z, groups), head, self.tiles - 1 - y if self.last_first else y
+
+    def tile(self) -> Array:
+        """Tile of rows of this program, inside a kernel."""
+        return self.at(*(pl.program_id(axis) for axis in range(3)))[2]
+
+
+class Sequence(NamedTuple):
+    """Layout of an operand: each program sees the whole sequence of its batch entry and head, and loads tiles of it.
+
+    Attributes:
+        length: Rows.
+        block: Rows of the tiles that are loaded; the sequence is seen padded to a multiple of it.
+        width: Features per row, also padded, to a power of two; None: the operand is a vector.
+        group: Heads that a program sees as one axis after the rows; None: it sees the grid's one head.
+        shared: Heads of the grid that see the same head of the operand.
+    """
+
+    length: int
+    block: int
+    width: int | None = None
+    group: int | None = None
+    shared: int = 1
+
+    @property
+    def tile(self) -> tuple[int, ...]:
+        return (self.block,) if self.width is None else (self.block, padded(self.width))
+
+    def spec(self, grid: Grid) -> pl.BlockSpec:
+        """For an operand [B, length, heads, width], or a vector [B, heads, length]."""
+        rows = pl.cdiv(self.length, self.block) * self.block
+
+        def index(x, y, z):
+            b, head, _ = grid.at(x, y, z)
+            head = lax.div(head, jnp.int32(self.shared))
+            return (b, head, 0) if self.width is None else (b, 0, head, 0)
+
+        shape = (None, self.group, rows) if self.width is None else (None, rows, self.group, padded(self.width))
+        return pl.BlockSpec(shape, index)
+
+    def _at(self, ref, start, head):
+        """The tile of `ref` from row `start`, of one `head` of the group."""
+        heads = () if self.group is None else (head,)
+        rows = pl.ds(start, self.block)
+        return ref.at[(*heads, rows)] if self.width is None else ref.at[(rows, *heads, pl.ds(0, self.tile[1]))]
+
+    def _mask(self, start, inside: Span | None) -> Array | None:
+        """bool, the tile's shape: what lies `inside` and within the features."""
+        ids = indices(self.block, 0)
+        conditions = [] if inside is None else [inside.holds(start + ids)]
+        if self.width is None:
+            return conditions[0].reshape(self.tile) if conditions else None
+        if self.width != self.tile[1]:
+            conditions.append(indices(self.tile[1], 1) < self.width)
+        return jnp.broadcast_to(functools.reduce(jnp.logical_and, conditions), self.tile) if conditions else None
+
+    def load(self, ref, start, inside: Span | None, head=None) -> Array:
+        """The tile from row `start`, 0 where a row is not `inside` (None: all are) and beyond the features."""
+        mask = self._mask(start, inside)
+        return plt.load(self._at(ref, start, head), mask=mask, other=None if mask is None else 0)
+
+    def store(self, ref, start, tile: Array) -> None:
+        """Stores what lies within the array, in its dtype."""
+        inside = Span(0, self.length) if self.length % self.block else None
+        plt.store(self._at(ref, start, None), tile.astype(ref.dtype), mask=self._mask(start, inside))
+
+
+def bounded(problem: Problem, blocks: Blocks) -> Mask:
+    """The problem's mask and the ends of the arrays, where tiles reach beyond them."""
+    q_len = problem.T if problem.T % blocks.block_q else None
+    k_len = problem.S if problem.S % blocks.block_k else None
+    return Lengths(q_len, k_len) & problem.mask
+
+
+Operand = tuple[Array, Sequence]
+Output = tuple[jax.ShapeDtypeStruct, Sequence]
+
+
+def call(kernel: Callable, problem: Problem, grid: Grid, blocks: Blocks, operands: list[Operand], outputs: list[Output]):
+    """Launches `kernel(*operand_refs, *output_refs, problem=, grid=, blocks=)`, the problem's leaves being scalars there."""
+    leaves, structure = jax.tree.flatten(problem)
+
+    def body(*refs):
+        scalars = [ref[...] for ref in refs[: len(leaves)]]
+        kernel(*refs[len(leaves) :], problem=structure.unflatten(scalars), grid=grid, blocks=blocks)
+
+    body.__name__ = body.__qualname__ = kernel.__name__
+    leaf_spec = pl.BlockSpec((None,), lambda x, y, z: grid.at(x, y, z)[:1])
+    return pl.pallas_call(
+        body,
+        grid=grid.shape,
+        in_specs=[leaf_spec] * len(leaves) + [layout.spec(grid) for _, layout in operands],
+        out_specs=[layout.spec(grid) for _, layout in outputs],
+        out_shape=[shape for shape, _ in outputs],
+        interpret=problem.interpret,
+        compiler_params=_CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages),
+        name=kernel.__name__,
+    )(*leaves, *(array for array, _ in operands))
+
+
+def dot(problem: Problem, a: Array, b: Array, trans_b: bool = False) -> Array:
+    """a·b, or a·bᵀ, of two tiles, in float32."""
+    return plt.dot(a, b, trans_b=trans_b, precision=_dot_precision(problem))
+
+
+def _dot_precision(problem: Problem) -> lax.Precision | lax.DotAlgorithmPreset:
+    if problem.interpret or problem.dtype != "float32":
+        return lax.Precision.HIGHEST
+    # Three tf32 products are as good as float32 ones here, and run on tensor cores; exact float32 dots spill.
+    return lax.Precision.DEFAULT if problem.precision == lax.Precision.DEFAULT else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+
+
+def elementary(problem: Problem) -> Elementary:
+    """The GPU's functions, or in interpret mode their plain twins."""
+    return Elementary() if problem.interpret else _HARDWARE
+
+
+def _assembly(instructions: str, *args: Array) -> Array:
+    """float32 inline PTX, element by element over the broadcast of `args`; `$0` is the result."""
+    args = jnp.broadcast_arrays(*(jnp.asarray(arg, jnp.float32) for arg in args))
+    shape = jax.ShapeDtypeStruct(args[0].shape, jnp.float32)
+    constraints = ",".join(["=f"] + ["f"] * len(args))
+    return plt.elementwise_inline_asm(
+        instructions, args=args, constraints=constraints, pack=1, result_shape_dtypes=[shape]
+    )[0]
+
+
+# XLA's own exp2 handles denormals and its mul and sub are never fused: 797 against 540 instructions for the inner loop
+# of a 128x128 forward tile at H = 128.
+_HARDWARE = Elementary(
+    exp2=functools.partial(_assembly, "ex2.approx.ftz.f32 $0, $1;"),
+    fma_exp2=functools.partial(
+        _assembly, "{ .reg .f32 t; fma.rn.ftz.f32 t, $1, $2, $3; ex2.approx.ftz.f32 $0, t; }"
+    ),
+)

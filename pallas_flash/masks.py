@@ -1,0 +1,273 @@
+"""Keep or not, and which blocks to visit: causal, window, offset and lengths, for both orientations.
+
+A mask is a frozen value, composed with `&`. It answers three questions, each with one formula:
+
+- `keep(tile)`: which scores of a tile count?
+- `narrow(rows, columns)`: the smallest rectangle inside rows × columns that holds everything kept there (eq. 23).
+- `every(rows, columns)`: the columns that every one of the rows keeps (eq. 24).
+
+From the last two, `visit` derives the blocks to walk. Rows are queries and columns are keys; the transpose `.T` swaps
+them, so that a kernel whose rows are keys walks `visit(mask.T, ...)`. `keep` needs no transpose: a tile carries its indices.
+
+Bounds may be Python ints or traced int32 scalars. What is static stays static, so that a kernel without ragged edges
+compiles no code for them.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_flash.tile import Tile
+
+Index = int | Array
+Carry = TypeVar("Carry")
+
+
+class Span(NamedTuple):
+    """Half-open range of indices; empty when `hi <= lo`."""
+
+    lo: Index
+    hi: Index
+
+    def holds(self, ids: Array) -> Array:
+        """bool, the shape of `ids`: which of them lie in the range."""
+        return (ids >= self.lo) & (ids < self.hi)
+
+
+class Mask:
+    """What all masks share. Subclasses define `keep`, `narrow`, `every` and `T`."""
+
+    def __and__(self, other: "Mask") -> "Mask":
+        return Both(self, other)
+
+    @property
+    def grows(self) -> bool:
+        """Whether later rows keep more columns, so that visiting them first balances a grid."""
+        return False
+
+    def keep(self, tile: Tile) -> Array | None:
+        """bool, the tile's shape: which scores count. None: all of them."""
+        raise NotImplementedError
+
+    def narrow(self, rows: Span, columns: Span) -> tuple[Span, Span]:
+        """The bounding rectangle of what is kept in rows × columns."""
+        raise NotImplementedError
+
+    def every(self, rows: Span, columns: Span) -> Span:
+        """The columns, among `columns`, that every row of `rows` keeps."""
+        raise NotImplementedError
+
+    @property
+    def T(self) -> "Mask":
+        """The same mask with rows and columns swapped."""
+        raise NotImplementedError
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Band(Mask):
+    """Keeps a score when `lo <= k - q - offset <= hi` (eq. 21).
+
+    Causal is `Band(None, 0)`, a window of `left` keys before and `right` after is `Band(-left, right)`; `offset` is the
+    position of query 0 among the keys.
+
+    Attributes:
+        lo: Smallest distance kept; None: unbounded.
+        hi: Largest distance kept; None: unbounded.
+        offset: int32 scalar (of one batch entry) or array over the batch; None: 0.
+    """
+
+    lo: int | None = dataclasses.field(metadata={"static": True})
+    hi: int | None = dataclasses.field(metadata={"static": True})
+    offset: Array | None = None
+
+    @property
+    def _edges(self) -> tuple[Index | None, Index | None]:
+        """`lo` and `hi` as bounds on k - q."""
+        shift = 0 if self.offset is None else self.offset
+        return tuple(None if edge is None else edge + shift for edge in (self.lo, self.hi))
+
+    @property
+    def T(self) -> "Band":
+        def minus(edge):
+            return None if edge is None else -edge
+
+        return Band(minus(self.hi), minus(self.lo), minus(self.offset))
+
+    @property
+    def grows(self) -> bool:
+        return self.hi is not None and self.lo is None
+
+    def keep(self, tile: Tile) -> Array | None:
+        lo, hi = self._edges
+        distance = tile.k_ids - tile.q_ids
+        above = None if lo is None else distance >= lo
+        below = None if hi is None else distance <= hi
+        return _and(above, below)
+
+    def narrow(self, rows: Span, columns: Span) -> tuple[Span, Span]:
+        lo, hi = self._edges
+        rows = Span(
+            rows.lo if hi is None else _max(rows.lo, columns.lo - hi),
+            rows.hi if lo is None else _min(rows.hi, columns.hi - lo),
+        )
+        columns = Span(
+            columns.lo if lo is None else _max(columns.lo, rows.lo + lo),
+            columns.hi if hi is None else _min(columns.hi, rows.hi + hi),
+        )
+        return rows, columns
+
+    def every(self, rows: Span, columns: Span) -> Span:
+        lo, hi = self._edges
+        return Span(
+            columns.lo if lo is None else _max(columns.lo, rows.hi - 1 + lo),
+            columns.hi if hi is None else _min(columns.hi, rows.lo + hi + 1),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Lengths(Mask):
+    """Keeps a score when `q < q_len` and `k < k_len` (eq. 22); None: no bound on that side.
+
+    Attributes:
+        q_len: Number of queries: int, int32 scalar (of one batch entry) or array over the batch.
+        k_len: Number of keys, likewise.
+    """
+
+    q_len: Index | None = None
+    k_len: Index | None = None
+
+    @property
+    def T(self) -> "Lengths":
+        return Lengths(self.k_len, self.q_len)
+
+    def keep(self, tile: Tile) -> Array | None:
+        row = None if self.q_len is None else tile.q_ids < self.q_len
+        column = None if self.k_len is None else tile.k_ids < self.k_len
+        return _and(row, column)
+
+    def narrow(self, rows: Span, columns: Span) -> tuple[Span, Span]:
+        if self.q_len is not None:
+            rows = Span(rows.lo, _min(rows.hi, self.q_len))
+        if self.k_len is not None:
+            columns = Span(columns.lo, _min(columns.hi, self.k_len))
+        return rows, columns
+
+    def every(self, rows: Span, columns: Span) -> Span:
+        _, (lo, hi) = self.narrow(rows, columns)
+        return Span(lo, hi if self.q_len is None else _where(rows.hi <= self.q_len, hi, lo))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Both(Mask):
+    """Keeps what both masks keep. `narrow` is exact when `first` clips whole rows and columns (Lengths do)."""
+
+    first: Mask
+    second: Mask
+
+    @property
+    def T(self) -> "Both":
+        return Both(self.first.T, self.second.T)
+
+    @property
+    def grows(self) -> bool:
+        return self.first.grows or self.second.grows
+
+    def keep(self, tile: Tile) -> Array | None:
+        return _and(self.first.keep(tile), self.second.keep(tile))
+
+    def narrow(self, rows: Span, columns: Span) -> tuple[Span, Span]:
+        return self.second.narrow(*self.first.narrow(rows, columns))
+
+    def every(self, rows: Span, columns: Span) -> Span:
+        return self.second.every(rows, self.first.every(rows, columns))
+
+
+class Visit(NamedTuple):
+    """The column blocks to walk for a block of rows (eq. 25).
+
+    Blocks `start … end-1` hold something kept; of these `full_start … full_end-1` are kept whole and need no `keep`.
+    Outside the bounding rectangle `rows` × `columns` nothing is kept: what is stored there must never reach a result.
+    """
+
+    start: Index
+    full_start: Index
+    full_end: Index
+    end: Index
+    rows: Span
+    columns: Span
+
+    def walk(self, step: Callable[[Index, Carry, bool], Carry], carry: Carry) -> Carry:
+        """Runs `step(block, carry, edge)` over the blocks: first the ones that need `keep` (edge=True), then the full ones.
+
+        In this order ptxas keeps the tensor-core pipeline of the full loop; the other way round it serialises wgmma.
+        """
+        left = self.full_start - self.start
+        edges = left + self.end - self.full_end
+
+        def edge_block(t: Index) -> Index:
+            right = self.full_end + t - left
+            return right if _is(left, 0) else jnp.where(t < left, self.start + t, right)
+
+        if not _is(edges, 0):
+            carry = lax.fori_loop(0, edges, lambda t, c: step(edge_block(t), c, True), carry)
+        if not _is(self.full_end - self.full_start, 0):
+            carry = lax.fori_loop(self.full_start, self.full_end, lambda j, c: step(j, c, False), carry)
+        return carry
+
+
+def visit(mask: Mask, rows: Span, columns: Span, block: int) -> Visit:
+    """Which blocks of `block` columns to visit for `rows`; `columns` must start at 0 and end at the number of columns."""
+    full = mask.every(rows, columns)
+    rows, columns = mask.narrow(rows, columns)
+    start = _div(columns.lo, block)
+    occupied = _and(rows.lo < rows.hi, columns.lo < columns.hi)
+    end = _where(occupied, _div(columns.hi + block - 1, block), start)
+    full_start = _clip(_div(full.lo + block - 1, block), start, end)
+    full_end = _clip(_div(full.hi, block), full_start, end)
+    return Visit(start, full_start, full_end, end, rows, columns)
+
+
+def _is(x: Index, value: int) -> bool:
+    """Whether `x` is statically known to be `value`."""
+    return isinstance(x, int) and x == value
+
+
+def _static(*xs) -> bool:
+    return all(isinstance(x, int) for x in xs)
+
+
+def _and(a, b):
+    if a is None or b is None:
+        return b if a is None else a
+    return (a and b) if _static(a, b) else jnp.logical_and(a, b)
+
+
+def _min(a: Index, b: Index) -> Index:
+    return min(a, b) if _static(a, b) else jnp.minimum(a, b)
+
+
+def _max(a: Index, b: Index) -> Index:
+    return max(a, b) if _static(a, b) else jnp.maximum(a, b)
+
+
+def _where(condition, a: Index, b: Index) -> Index:
+    return (a if condition else b) if _static(condition) else jnp.where(condition, a, b)
+
+
+def _clip(x: Index, lo: Index, hi: Index) -> Index:
+    """`x` in [lo, hi], given lo <= hi."""
+    if _static(x, lo) and x <= lo:
+        return lo
+    return _min(_max(x, lo), hi)
+
+
+def _div(x: Index, by: int) -> Index:
+    """Quotient; a negative `x` may round either way, since every use is clipped to 0 and above."""
+    return x // by if _static(x) else lax.div(x, jnp.int32(by))

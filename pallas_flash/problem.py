@@ -1,0 +1,224 @@
+"""Is it well posed? The frozen `Problem` that every room below speaks of, and all validation of what users pass."""
+
+import dataclasses
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from pallas_flash.masks import Band, Lengths, Mask
+from pallas_flash.plan import Plan
+
+IMPLEMENTATIONS = ("triton", "xla")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def _static(**kwargs) -> Any:
+    return dataclasses.field(metadata={"static": True}, **kwargs)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """An attention problem without its tensors: a pytree whose structure is static and hashable.
+
+    The batch axes are folded into one, of size `B`. The leaves are int32 or float32 arrays of shape [B], so that an
+    implementation can hand each program the scalars of its batch entry by indexing every leaf the same way.
+
+    Attributes:
+        mask: Which scores count, beyond the array bounds T and S.
+        scale: float32 [B] when the user's scale is traced, else None.
+        static_scale: The scale when it is not traced.
+        B, T, S, N, K, H, Hv: Sizes, in jax.nn's letters.
+        dtype: Name of the dtype of query, key, value and output.
+        precision: Of the dots of float32 inputs.
+        implementation: Name of an implementation; None: not chosen yet.
+        plan: Block sizes; None: not chosen yet.
+        interpret: Whether Pallas kernels run in interpret mode.
+    """
+
+    mask: Mask
+    scale: Array | None
+    static_scale: float = _static()
+    B: int = _static()
+    T: int = _static()
+    S: int = _static()
+    N: int = _static()
+    K: int = _static()
+    H: int = _static()
+    Hv: int = _static()
+    dtype: str = _static()
+    precision: lax.Precision = _static()
+    implementation: str | None = _static()
+    plan: Plan | None = _static()
+    interpret: bool = _static()
+
+    @property
+    def G(self) -> int:
+        """Query heads per key/value head."""
+        return self.N // self.K
+
+    @property
+    def any_scale(self) -> float | Array:
+        """The scale, traced or not."""
+        return self.static_scale if self.scale is None else self.scale
+
+    @property
+    def gradient_scale(self) -> float:
+        """What a kernel multiplies dq and dk with. A traced scale is left to `vjp.py`, which needs the gradients without it."""
+        return self.static_scale if self.scale is None else 1.0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no score at all, so that every output row is 0."""
+        return 0 in (self.B, self.T, self.S, self.N, self.H, self.Hv)
+
+
+def pose(
+    query, key, value, *, scale, is_causal, query_seq_lengths, key_value_seq_lengths, local_window_size, return_residual,
+    implementation, query_offset, deterministic, precision, plan, interpret,
+) -> tuple[Problem, tuple[int, ...]]:  # fmt: skip
+    """Validates a call of `flash_attention`; returns the problem and its batch axes. Raises as documented there."""
+    batch, sizes = _sizes(query, key, value)
+    flags = {"is_causal": is_causal, "return_residual": return_residual, "deterministic": deterministic, "interpret": interpret}
+    for name, flag in flags.items():
+        if not isinstance(flag, bool | np.bool_):
+            raise TypeError(
+                f"{name}: expected a Python bool, got {_describe(flag)}; it selects code at trace time, so mark it static under jit"
+            )
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation: expected None or one of {IMPLEMENTATIONS}, got {implementation!r}; None picks the fastest"
+        )
+    if not isinstance(plan, Plan | None):
+        raise TypeError(f"plan: expected None or a pallas_flash.Plan, got {_describe(plan)}; None picks the block sizes")
+    static_scale, traced_scale = _scale(scale, sizes["H"], batch)
+    lengths = Lengths(
+        _per_batch("query_seq_lengths", query_seq_lengths, batch, sizes["T"]),
+        _per_batch("key_value_seq_lengths", key_value_seq_lengths, batch, sizes["S"]),
+    )
+    problem = Problem(
+        mask=lengths & _band(bool(is_causal), local_window_size, query_offset, batch),
+        scale=traced_scale,
+        static_scale=static_scale,
+        B=math.prod(batch),
+        **sizes,
+        dtype=str(query.dtype),
+        precision=_precision(precision),
+        implementation=implementation,
+        plan=plan,
+        interpret=bool(interpret),
+    )
+    return problem, batch
+
+
+def _sizes(query, key, value) -> tuple[tuple[int, ...], dict[str, int]]:
+    """Batch axes and the six sizes, from three arrays that agree."""
+    arrays = {"query": query, "key": key, "value": value}
+    for name, array in arrays.items():
+        letters = "[*B, T, N, H]" if name == "query" else "[*B, S, K, H]"
+        if array.ndim < 3:
+            raise ValueError(f"{name}: expected shape {letters}, got {array.shape}; add the missing axes")
+        if str(array.dtype) not in DTYPES:
+            raise TypeError(f"{name}: expected dtype one of {DTYPES}, got {array.dtype}; convert it, e.g. with .astype")
+        if array.dtype != query.dtype:
+            raise ValueError(
+                f"{name}: expected the dtype of query, {query.dtype}, got {array.dtype}; cast query, key and value to one dtype"
+            )
+        if array.shape[:-3] != query.shape[:-3]:
+            raise ValueError(
+                f"{name}: expected the batch axes of query, {query.shape[:-3]}, got {array.shape[:-3]}; broadcast them first"
+            )
+    *batch, T, N, H = query.shape
+    S, K, Hv = value.shape[-3:]
+    if key.shape[-3:-1] != (S, K):
+        raise ValueError(
+            f"value: expected the key's length and heads {key.shape[-3:-1]} in [*B, S, K, Hv], got {(S, K)}; "
+            "key and value need one entry per position and head"
+        )
+    if key.shape[-1] != H:
+        raise ValueError(f"key: expected head dim {H}, that of query, got {key.shape[-1]}; project both to one size")
+    if H == 0 or Hv == 0:
+        raise ValueError(f"query, value: expected head dims of at least 1, got {H} and {Hv}; give them channels")
+    if K == 0 or N % K:
+        raise ValueError(
+            f"key: expected a number of heads that divides the query's {N}, got {K}; "
+            "query head h attends to key/value head h // (N // K)"
+        )
+    return tuple(batch), dict(T=T, S=S, N=N, K=K, H=H, Hv=Hv)
+
+
+def _scale(scale, H: int, batch: tuple[int, ...]) -> tuple[float, Array | None]:
+    """The scale as (static, traced)."""
+    if scale is None:
+        return 1.0 / math.sqrt(H), None
+    if isinstance(scale, numbers.Real | np.generic) and not isinstance(scale, bool | np.bool_):
+        if not math.isfinite(scale):
+            raise ValueError(f"scale: expected a finite number, got {scale}; None gives 1/sqrt(H)")
+        return float(scale), None
+    if not isinstance(scale, Array | np.ndarray) or scale.ndim or not jnp.issubdtype(scale.dtype, jnp.floating):
+        raise TypeError(
+            f"scale: expected None, a number or a floating scalar array, got {_describe(scale)}; "
+            "multiply the query for a scale per head or position"
+        )
+    dtype = jnp.promote_types(scale.dtype, jnp.float32)
+    return math.nan, jnp.broadcast_to(jnp.asarray(scale, dtype), math.prod(batch))
+
+
+def _band(is_causal: bool, window, offset, batch: tuple[int, ...]) -> Band:
+    """Causal and window as one band around the diagonal that `offset` moves."""
+    left, right = window if isinstance(window, tuple) and len(window) == 2 else (window, window)
+    for side in (left, right):
+        if side is not None and (not isinstance(side, numbers.Integral) or isinstance(side, bool) or side < 0):
+            raise ValueError(
+                f"local_window_size: expected None, an int >= 0 or a pair (left, right) of them, got {window!r}; "
+                "use None for a side without bound"
+            )
+    lo = None if left is None else -int(left)
+    hi = None if right is None else int(right)
+    if is_causal:
+        hi = 0 if hi is None else min(hi, 0)
+    if isinstance(offset, numbers.Integral) and not isinstance(offset, bool):
+        return Band(None if lo is None else lo + int(offset), None if hi is None else hi + int(offset))
+    return Band(lo, hi, _per_batch("query_offset", offset, batch))
+
+
+def _per_batch(name: str, values, batch: tuple[int, ...], limit: int | None = None) -> Array | None:
+    """int32 [B] from an integer scalar or array that broadcasts to the batch axes, clipped to [0, limit]."""
+    if values is None and limit is not None:
+        return None
+    values = values if hasattr(values, "dtype") else np.asarray(values)
+    if not jnp.issubdtype(values.dtype, jnp.integer):
+        raise TypeError(f"{name}: expected an integer dtype, got {values.dtype}; pass one int32 per batch entry")
+    try:
+        values = jnp.broadcast_to(values, batch).reshape(-1)
+    except ValueError:
+        raise ValueError(
+            f"{name}: expected shape {batch}, the batch axes of query, or one that broadcasts to it, got {values.shape}; "
+            "pass one int32 per batch entry"
+        ) from None
+    return jnp.asarray(values if limit is None else jnp.clip(values, 0, limit), jnp.int32)
+
+
+def _precision(precision) -> lax.Precision:
+    """Of the argument, or else of `jax.default_matmul_precision`."""
+    chosen = precision if precision is not None else jax.config.jax_default_matmul_precision  # pyright: ignore
+    aliases = {None: "default", "tensorfloat32": "default", "bfloat16": "default", "bfloat16_3x": "high"}
+    try:
+        return lax.Precision(aliases.get(chosen, chosen))
+    except (ValueError, TypeError):
+        raise ValueError(
+            f"precision: expected None or a jax.lax.Precision ('default', 'high', 'highest'), got {chosen!r}; "
+            "None follows jax.default_matmul_precision"
+        ) from None
+
+
+def _describe(value) -> str:
+    """Shape and dtype of an array, or type and value of anything else."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"an array of shape {value.shape} and dtype {value.dtype}"
+    return f"{type(value).__name__} {value!r}"

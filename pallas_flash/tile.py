@@ -1,0 +1,32 @@
+"""Where am I? The global indices of the scores that a piece of code holds."""
+
+from typing import NamedTuple, Self
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+class Tile(NamedTuple):
+    """Query and key index of each score of a tile, as two arrays that broadcast to the tile's shape.
+
+    Because a tile carries its indices, one formula for a mask or a score serves any block size and both orientations.
+
+    Attributes:
+        q_ids: int32, [block_q, 1], or [1, block_q] in a transposed tile. Index of the query in its sequence.
+        k_ids: int32, [1, block_k], or [block_k, 1] in a transposed tile. Index of the key in its sequence.
+    """
+
+    q_ids: Array
+    k_ids: Array
+
+    @classmethod
+    def at(cls, q_start, block_q: int, k_start, block_k: int, transposed: bool = False) -> Self:
+        """The tile of `block_q` queries from `q_start` and `block_k` keys from `k_start`."""
+        q_axis = int(transposed)
+        return cls(q_start + indices(block_q, q_axis), k_start + indices(block_k, 1 - q_axis))
+
+
+def indices(size: int, axis: int) -> Array:
+    """int32 0 … size-1 along `axis` of a 2-D array, the other axis being 1."""
+    shape = (size, 1) if axis == 0 else (1, size)
+    return lax.broadcasted_iota(jnp.int32, shape, axis)

@@ -1,0 +1,66 @@
+"""How does a gradient flow? The only custom_vjp, its residuals and their checkpoint names."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Float
+
+from pallas_flash import dispatch
+from pallas_flash.problem import Problem
+
+RESIDUAL_NAMES = ("flash_attention_out", "flash_attention_lse")
+"""Names of the saved output and log-sum-exp, for `jax.checkpoint_policies.save_only_these_names`."""
+
+
+@jax.jit
+def attend(
+    problem: Problem, q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"]
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
+    """Output and natural log-sum-exp of a resolved problem, differentiable in q, k, v and a traced scale."""
+    if problem.is_empty:
+        shape = (problem.B, problem.N, problem.T)
+        return jnp.zeros((*q.shape[:-1], problem.Hv), q.dtype), jnp.full(shape, -jnp.inf, jnp.float32)
+    implementation = dispatch.named(problem.implementation)
+    recomputes = implementation.backward is not None
+    return (_recomputing if recomputes else implementation.forward)(problem, q, k, v)
+
+
+@jax.custom_vjp
+def _recomputing(problem: Problem, q, k, v):
+    return dispatch.named(problem.implementation).forward(problem, q, k, v)
+
+
+def _forward(problem: Problem, q, k, v):
+    o, lse = _recomputing(problem, q, k, v)
+    o, lse = (checkpoint_name(x, name) for x, name in zip((o, lse), RESIDUAL_NAMES, strict=True))
+    return (o, lse), (problem, q, k, v, o, lse)
+
+
+def _backward(residuals, cotangents):
+    problem, q, k, v, o, lse = residuals
+    do, dlse = cotangents
+    rows = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), -1)
+    delta = jnp.swapaxes(rows, 1, 2) - dlse  # eq. 15
+    dq, dk, dv = dispatch.named(problem.implementation).backward(problem, q, k, v, lse, do, delta)
+    d_scale = None
+    if problem.scale is not None:
+        d_scale = jnp.einsum("btnh,btnh->b", q, dq, preferred_element_type=jnp.float32)  # eq. 19
+        dq, dk = (_scaled(x, problem.scale) for x in (dq, dk))
+    return _cotangent(problem, d_scale), dq, dk, dv
+
+
+def _scaled(x: Array, scale: Array) -> Array:
+    return (x * scale[:, None, None, None]).astype(x.dtype)
+
+
+def _cotangent(problem: Problem, d_scale: Array | None) -> Problem:
+    """float0 for the integers of the mask; they have no gradient."""
+    integers = jax.tree.map(lambda leaf: np.zeros(leaf.shape, jax.dtypes.float0), problem.mask)
+    return dataclasses.replace(problem, mask=integers, scale=d_scale)
+
+
+_recomputing.defvjp(_forward, _backward)

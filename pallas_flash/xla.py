@@ -1,0 +1,94 @@
+"""The right answer anywhere: blockwise attention in plain JAX, O(T) memory, differentiable to any order.
+
+Queries go through one block at a time, and every block is rematerialised in the backward pass, so that neither pass
+holds more than one block of scores per head (Rabe & Staats, arXiv:2112.05682).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float
+
+from pallas_flash import masks, softmax
+from pallas_flash.masks import Lengths, Span
+from pallas_flash.problem import Problem
+from pallas_flash.tile import Tile
+
+BLOCK = 512
+"""Rows and columns of a block of scores: large enough for the matrix units, 1 MiB of float32 per head."""
+
+
+def refusal(problem: Problem) -> str | None:
+    """Takes every problem; refuses only what is meant for kernels."""
+    if problem.interpret:
+        return "interpret=True runs Pallas kernels, and it has none"
+    return "it has no block sizes to plan; leave plan=None" if problem.plan else None
+
+
+def forward(
+    problem: Problem, q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"]
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
+    """Output in q's dtype and natural log-sum-exp, float32 (float64 for float64 inputs)."""
+    B, T, K, G = problem.B, problem.T, problem.K, problem.G
+    block_q, block_k = min(BLOCK, T), min(BLOCK, problem.S)
+    # Carried in float32, so that gradients of blocks are summed in it; rounded back before each dot.
+    q, k, v = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (q, k, v))
+    # [blocks, B, K, G, block_q, H] and [blocks, B, K, 1, block_k, H]
+    q_blocks = jnp.moveaxis(_blocks(q, block_q).reshape(B, -1, block_q, K, G, problem.H), (1, 3, 4), (0, 2, 3))
+    k_blocks, v_blocks = (jnp.moveaxis(_blocks(x, block_k)[..., None, :], (1, 3, 4), (0, 2, 3)) for x in (k, v))
+    rows = _rematerialised_if(len(q_blocks) > 1, functools.partial(_rows, problem, k_blocks, v_blocks))
+    numbered = (jnp.arange(len(q_blocks), dtype=jnp.int32), q_blocks)
+    _, (o, lse) = lax.scan(lambda _, block: (None, rows(*block)), None, numbered)
+    # [blocks, B, K, G, block_q, ...] → [B, T, N, Hv] and [B, N, T]
+    o = jnp.moveaxis(o, (0, 4), (1, 2)).reshape(B, -1, problem.N, problem.Hv)[:, :T]
+    lse = jnp.moveaxis(lse, 0, 3).reshape(B, problem.N, -1)[..., :T]
+    return o.astype(problem.dtype), lse
+
+
+def _blocks(x: Float[Array, "B L n d"], block: int) -> Float[Array, "B blocks {block} n d"]:
+    """The sequence axis padded and cut into blocks."""
+    padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0), (0, 0)))
+    return padded.reshape(x.shape[0], -1, block, *x.shape[2:])
+
+
+def _rematerialised_if(several: bool, f):
+    """`f`, recomputed in the backward pass where it runs for several blocks and would keep something for each."""
+    return jax.checkpoint(f, prevent_cse=False) if several else f
+
+
+def _rows(problem: Problem, k_blocks: Array, v_blocks: Array, i: Array, q: Array) -> tuple[Array, Array]:
+    """Output [B, K, G, block_q, Hv] and log-sum-exp [B, K, G, block_q] of one block of queries."""
+    block_q, block_k = q.shape[-2], k_blocks.shape[-2]
+    problem = jax.tree.map(lambda leaf: leaf.reshape(-1, 1, 1, 1, 1), problem)
+    mask = Lengths(problem.T, problem.S) & problem.mask
+    seen = masks.visit(mask, Span(i * block_q, (i + 1) * block_q), Span(0, problem.S), block_k)
+    state = q.dtype
+    sign, c = softmax.base2(problem.any_scale)
+    dot = functools.partial(jnp.einsum, precision=problem.precision, preferred_element_type=state)
+    inputs = jnp.dtype(problem.dtype)
+    q = jnp.where(seen.rows.holds(_ids(i, block_q)), softmax.signed(sign, q), 0).astype(inputs)
+
+    def step(run: softmax.Running, j: Array, k: Array, v: Array) -> softmax.Running:
+        inside = seen.columns.holds(_ids(j, block_k))  # what is stored elsewhere, NaN included, counts as 0
+        k, v = (jnp.where(inside, x, 0).astype(inputs)[:, :, 0] for x in (k, v))
+        keep = mask.keep(Tile.at(i * block_q, block_q, j * block_k, block_k))
+        s = dot("bkgqh,bksh->bkgqs", q, k)
+        return softmax.update(run, s, keep, c, lambda p: dot("bkgqs,bksh->bkgqh", p.astype(inputs), v))
+
+    step = _rematerialised_if(len(k_blocks) > 1, step)
+
+    def step_if_seen(run: softmax.Running, block) -> tuple[softmax.Running, None]:
+        needed = jnp.any((seen.start <= block[0]) & (block[0] < seen.end))  # by any batch entry
+        return lax.cond(needed, lambda: step(run, *block), lambda: run), None
+
+    columns = jnp.arange(len(k_blocks), dtype=jnp.int32)
+    run = softmax.start(q.shape[:-1], problem.Hv, state)
+    run, _ = lax.scan(step_if_seen, run, (columns, k_blocks, v_blocks))
+    return softmax.finish(run)
+
+
+def _ids(block: Array, size: int) -> Array:
+    """Indices [size, 1] of a block's rows."""
+    return block * size + jnp.arange(size, dtype=jnp.int32)[:, None]

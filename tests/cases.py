@@ -1,0 +1,143 @@
+"""One list of named cases, for tests, lowering facts and benchmarks.
+
+A case is a problem with its sizes and options, and knows how to draw its inputs. `SMALL` is sized for interpret mode
+and for float64 loops, and combines the features; `LARGE` is the same kind of thing at real sizes, for a GPU;
+`BENCHMARK` is what `benchmarks/run.py` times. Sizes are chosen so that small tiles (16 to 64) give several blocks, ragged
+edges and empty tiles.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A problem in jax.nn's letters; `S`, `K` and `Hv` default to `T`, `N` and `H`. Lengths are per batch entry."""
+
+    name: str
+    B: int = 2
+    T: int = 64
+    S: int = -1
+    N: int = 2
+    K: int = -1
+    H: int = 32
+    Hv: int = -1
+    dtype: str = "float32"
+    scale: float | None = None
+    is_causal: bool = False
+    local_window_size: int | tuple[int | None, int | None] | None = None
+    query_offset: int | tuple[int, ...] = 0
+    query_seq_lengths: tuple[int, ...] | None = None
+    key_value_seq_lengths: tuple[int, ...] | None = None
+    magnitude: float = 1.0
+
+    def __post_init__(self):
+        for field, default in (("S", self.T), ("K", self.N), ("Hv", self.H)):
+            if getattr(self, field) < 0:
+                object.__setattr__(self, field, default)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def arrays(self, seed: int = 0) -> dict[str, np.ndarray]:
+        """float32 standard normal query (times `magnitude`), key, value and the cotangents of output and residual."""
+        rng = np.random.default_rng([seed, *self.name.encode()])
+        shapes = {
+            "query": (self.B, self.T, self.N, self.H),
+            "key": (self.B, self.S, self.K, self.H),
+            "value": (self.B, self.S, self.K, self.Hv),
+            "d_out": (self.B, self.T, self.N, self.Hv),
+            "d_residual": (self.B, self.T, self.N),
+        }
+        drawn = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+        drawn["query"] *= self.magnitude
+        return drawn
+
+    def options(self) -> dict[str, Any]:
+        """The keywords of `flash_attention` that differ from their defaults, lengths and offsets as int32 arrays."""
+        names = ("scale", "is_causal", "local_window_size", "query_offset", "query_seq_lengths", "key_value_seq_lengths")
+        given = {n: v for n in names if (v := getattr(self, n)) != Case.__dataclass_fields__[n].default}
+        per_batch = {"query_offset", "query_seq_lengths", "key_value_seq_lengths"}
+        return {n: np.asarray(v, np.int32) if n in per_batch and isinstance(v, tuple) else v for n, v in given.items()}
+
+
+SMALL = [
+    Case("plain"),
+    Case("causal", is_causal=True),
+    Case("causal_ragged", T=77, N=2, K=1, is_causal=True),
+    Case("cross", T=33, S=90, H=16),
+    Case("cross_causal_short_keys", T=70, S=20, H=16, is_causal=True),
+    Case("bottom_right", T=20, S=70, H=16, is_causal=True, query_offset=50),
+    Case("bottom_right_empty_rows", T=70, S=37, H=16, is_causal=True, query_offset=-33),
+    Case("offset_per_batch", T=24, S=80, H=16, is_causal=True, query_offset=(56, 7)),
+    Case("window", T=90, local_window_size=(20, 11)),
+    Case("window_int", T=70, H=16, local_window_size=9),
+    Case("window_causal", T=100, is_causal=True, local_window_size=(17, 40), N=4, K=2),
+    Case("window_left_open", T=64, S=80, local_window_size=(None, 5)),
+    Case("window_offset", T=40, S=100, local_window_size=(15, 2), query_offset=(60, 0)),
+    Case("lengths", T=80, S=70, query_seq_lengths=(80, 33), key_value_seq_lengths=(19, 70)),
+    Case("lengths_empty", T=40, S=50, query_seq_lengths=(0, 25), key_value_seq_lengths=(50, 0)),
+    Case("lengths_causal_gqa", T=75, N=6, K=3, is_causal=True, key_value_seq_lengths=(75, 30), query_seq_lengths=(60, 75)),
+    Case("lengths_window", T=90, local_window_size=(13, 13), key_value_seq_lengths=(41, 90), N=4, K=1),
+    Case("everything", T=61, S=93, N=6, K=2, H=24, Hv=40, scale=0.3, is_causal=True, local_window_size=(25, 3),
+         query_offset=(30, 10), query_seq_lengths=(50, 61), key_value_seq_lengths=(93, 44)),
+    Case("mqa", T=50, N=5, K=1, H=16, is_causal=True),
+    Case("odd_group", T=40, N=10, K=2, H=8, is_causal=True),
+    Case("value_wider", T=48, H=16, Hv=32, is_causal=True),
+    Case("value_narrower", T=48, H=48, Hv=32),
+    Case("head_dim_8", T=40, H=8),
+    Case("head_dim_40", T=40, H=40, is_causal=True),
+    Case("head_dim_80", T=33, H=80, N=1),
+    Case("head_dim_96", T=33, H=96, N=1, is_causal=True),
+    Case("one_query", T=1, S=97, H=16, N=4, K=2),
+    Case("one_key", T=5, S=1, H=16),
+    Case("one_token", T=1, H=16),
+    Case("negative_scale", T=40, H=16, scale=-0.5, is_causal=True),
+    Case("zero_scale", T=40, H=16, scale=0.0, is_causal=True),
+    Case("large_logits", T=64, magnitude=40.0, is_causal=True),
+    Case("bf16", T=77, N=4, K=2, dtype="bfloat16", is_causal=True),
+    Case("bf16_lengths_window", T=90, S=70, dtype="bfloat16", local_window_size=(20, 20), key_value_seq_lengths=(70, 31)),
+    Case("bf16_large_logits", T=64, dtype="bfloat16", magnitude=40.0),
+    Case("fp16", T=77, H=40, dtype="float16", local_window_size=(30, 0)),
+]
+
+LARGE = [
+    *(Case(f"h{H}_{mask}_{dtype}", B=2, T=1024, N=8, K=K, H=H, dtype=dtype, is_causal=mask == "causal")
+      for H, K in ((64, 8), (128, 2), (256, 4)) for mask in ("full", "causal") for dtype in ("bfloat16", "float16")),
+    *(Case(f"h{H}_ragged_causal_bf16", B=2, T=301, N=4, K=2, H=H, dtype="bfloat16", is_causal=True)
+      for H in (8, 16, 24, 40, 72, 80, 96, 160, 192)),
+    Case("h192_v128_bf16", T=513, N=4, H=192, Hv=128, dtype="bfloat16", is_causal=True),
+    Case("h64_v128_bf16", T=513, N=4, H=64, Hv=128, dtype="bfloat16"),
+    Case("fp32_causal", T=515, N=8, K=2, H=64, is_causal=True),
+    Case("fp32_ragged", T=1023, S=777, N=3, H=128),
+    Case("fp32_h256", T=300, N=2, H=256, is_causal=True),
+    Case("heads_24_fp32", B=1, T=4092, N=24, H=32),
+    Case("heads_40_over_1", T=200, N=40, K=1, H=64, dtype="bfloat16", is_causal=True),
+    Case("heads_17_over_1", T=200, N=17, K=1, H=64, dtype="bfloat16"),
+    Case("window_bf16", T=2000, N=4, H=128, dtype="bfloat16", local_window_size=(255, 0)),
+    Case("window_both_bf16", T=2000, N=4, K=1, H=64, dtype="bfloat16", local_window_size=(100, 70)),
+    Case("lengths_bf16", T=1500, S=1100, N=4, K=2, H=128, dtype="bfloat16", query_seq_lengths=(1500, 700),
+         key_value_seq_lengths=(333, 1100)),
+    Case("everything_bf16", T=610, S=930, N=6, K=2, H=96, Hv=128, dtype="bfloat16", scale=0.2, is_causal=True,
+         local_window_size=(250, 30), query_offset=(300, 100), query_seq_lengths=(500, 610), key_value_seq_lengths=(930, 440)),
+    Case("bottom_right_bf16", T=100, S=4000, N=4, H=128, dtype="bfloat16", is_causal=True, query_offset=3900),
+    Case("empty_rows_bf16", T=1000, S=400, N=4, H=64, dtype="bfloat16", is_causal=True, query_offset=-600),
+    Case("large_logits_bf16", T=512, N=4, H=64, dtype="bfloat16", magnitude=40.0, is_causal=True),
+    Case("large_logits_fp32", T=512, N=4, H=64, magnitude=40.0, is_causal=True),
+]
+
+
+def _benchmark(T: int, H: int, is_causal: bool, tokens: int = 16_384, width: int = 2_048) -> Case:
+    mask = "causal" if is_causal else "full"
+    return Case(f"h{H}_{mask}_t{T}", B=tokens // T, T=T, N=width // H, H=H, dtype="bfloat16", is_causal=is_causal)
+
+
+BENCHMARK = [
+    *(_benchmark(T, H, c) for T in (512, 2048, 8192, 16_384) for H in (64, 128, 256) for c in (False, True)),
+    dataclasses.replace(_benchmark(8192, 128, True), name="h128_causal_gqa8_t8192", K=2),
+    dataclasses.replace(_benchmark(16_384, 128, True), name="h128_window1023_t16384", local_window_size=(1023, 0)),
+    dataclasses.replace(_benchmark(8192, 128, True), name="h128_causal_t8191", T=8191, S=8191),
+    dataclasses.replace(_benchmark(8192, 128, True), name="h128_causal_fp16_t8192", dtype="float16"),
+]
