@@ -38,6 +38,11 @@ class Span(NamedTuple):
         return (ids >= self.lo) & (ids < self.hi)
 
 
+    def is_whole(self, size: int) -> bool:
+        """Whether it is statically known to be 0 … size-1."""
+        return _is(self.lo, 0) and _is(self.hi, size)
+
+
 class Mask:
     """What all masks share. Subclasses define `keep`, `narrow`, `every` and `T`."""
 
@@ -193,15 +198,12 @@ class Visit(NamedTuple):
     """The column blocks to walk for a block of rows (eq. 25).
 
     Blocks `start … end-1` hold something kept; of these `full_start … full_end-1` are kept whole and need no `keep`.
-    Outside the bounding rectangle `rows` × `columns` nothing is kept: what is stored there must never reach a result.
     """
 
     start: Index
     full_start: Index
     full_end: Index
     end: Index
-    rows: Span
-    columns: Span
 
     def walk(self, step: Callable[[Index, Carry, bool], Carry], carry: Carry) -> Carry:
         """Runs `step(block, carry, edge)` over the blocks: first the ones that need `keep` (edge=True), then the full ones.
@@ -225,13 +227,20 @@ class Visit(NamedTuple):
 def visit(mask: Mask, rows: Span, columns: Span, block: int) -> Visit:
     """Which blocks of `block` columns to visit for `rows`; `columns` must start at 0 and end at the number of columns."""
     full = mask.every(rows, columns)
-    rows, columns = mask.narrow(rows, columns)
+    whole = rows, columns
+    rows, columns = mask.narrow(*whole)
+    unchanged = all(a is b for span, was in zip((rows, columns), whole, strict=True) for a, b in zip(span, was, strict=True))
+    occupied = True if unchanged else _and(rows.lo < rows.hi, columns.lo < columns.hi)
     start = _div(columns.lo, block)
-    occupied = _and(rows.lo < rows.hi, columns.lo < columns.hi)
     end = _where(occupied, _div(columns.hi + block - 1, block), start)
     full_start = _clip(_div(full.lo + block - 1, block), start, end)
     full_end = _clip(_div(full.hi, block), full_start, end)
-    return Visit(start, full_start, full_end, end, rows, columns)
+    return Visit(start, full_start, full_end, end)
+
+
+def used(mask: Mask, T: int, S: int) -> tuple[Span, Span]:
+    """The queries and keys that take part at all. What is stored elsewhere, NaN included, must never reach a result."""
+    return mask.narrow(Span(0, T), Span(0, S))
 
 
 def _is(x: Index, value: int) -> bool:

@@ -25,21 +25,22 @@ def flash_dq(
     block_q, block_k = blocks.block_q, blocks.block_k
     first = grid.tile() * block_q
     mask = launch.bounded(problem, blocks)
+    queries, keys = masks.used(mask, problem.T, problem.S)
     seen = masks.visit(mask, Span(first, first + block_q), Span(0, problem.S), block_k)
     sign, c = softmax.base2(problem.any_scale)
     fast = launch.elementary(problem)
 
-    q = softmax.signed(sign, q_layout.load(q_ref, first, seen.rows))
-    do = do_layout.load(do_ref, first, seen.rows)
-    lse2 = row_layout.load(lse2_ref, first, seen.rows)[:, None]
-    delta = row_layout.load(delta_ref, first, seen.rows)[:, None]
+    q = softmax.signed(sign, q_layout.load(q_ref, first, queries))
+    do = do_layout.load(do_ref, first, queries)
+    lse2 = row_layout.load(lse2_ref, first, queries)[:, None]
+    delta = row_layout.load(delta_ref, first, queries)[:, None]
 
     def step(j, dq: Array, edge: bool) -> Array:
-        inside = seen.columns if edge else None
+        inside = keys if edge else None
         k = k_layout.load(k_ref, j * block_k, inside)
         v = v_layout.load(v_ref, j * block_k, inside)
         keep = mask.keep(Tile.at(first, block_q, j * block_k, block_k)) if edge else None
-        p = softmax.recompute(launch.dot(problem, q, k, trans_b=True), keep, c, lse2, fast)
+        p = softmax.recompute(launch.dot(problem, q, k, trans_b=True), None, c, lse2, fast)  # ds alone needs keep
         ds = softmax.d_score(p, launch.dot(problem, do, v, trans_b=True), delta, keep)
         return dq + launch.dot(problem, ds.astype(k.dtype), k)  # eq. 17
 
@@ -55,16 +56,17 @@ def flash_dkv(
     block_q, block_k = blocks.block_q, blocks.block_k
     first = grid.tile() * block_k
     mask = launch.bounded(problem, blocks)
+    queries, keys = masks.used(mask, problem.T, problem.S)
     seen = masks.visit(mask.T, Span(first, first + block_k), Span(0, problem.T), block_q)
     sign, c = softmax.base2(problem.any_scale)
     fast = launch.elementary(problem)
 
-    k = softmax.signed(sign, k_layout.load(k_ref, first, seen.rows))
-    v = v_layout.load(v_ref, first, seen.rows)
+    k = softmax.signed(sign, k_layout.load(k_ref, first, keys))
+    v = v_layout.load(v_ref, first, keys)
 
     def step(i, grads: tuple[Array, Array], edge: bool, g) -> tuple[Array, Array]:
         dk, dv = grads
-        inside = seen.columns if edge else None
+        inside = queries if edge else None
         q = q_layout.load(q_ref, i * block_q, inside, g)
         do = do_layout.load(do_ref, i * block_q, inside, g)
         lse2 = row_layout.load(lse2_ref, i * block_q, inside, g)[None, :]

@@ -20,14 +20,15 @@ def flash_forward(q_ref, k_ref, v_ref, o_ref, lse_ref, *, problem: Problem, grid
     block_q, block_k = blocks.block_q, blocks.block_k
     first = grid.tile() * block_q
     mask = launch.bounded(problem, blocks)
+    queries, keys = masks.used(mask, problem.T, problem.S)
     seen = masks.visit(mask, Span(first, first + block_q), Span(0, problem.S), block_k)
     sign, c = softmax.base2(problem.any_scale)
     fast = launch.elementary(problem)
 
-    q = softmax.signed(sign, q_layout.load(q_ref, first, seen.rows))
+    q = softmax.signed(sign, q_layout.load(q_ref, first, queries))
 
     def step(j, run: softmax.Running, edge: bool) -> softmax.Running:
-        inside = seen.columns if edge else None
+        inside = keys if edge else None
         k = k_layout.load(k_ref, j * block_k, inside)
         v = v_layout.load(v_ref, j * block_k, inside)
         keep = mask.keep(Tile.at(first, block_q, j * block_k, block_k)) if edge else None

@@ -135,19 +135,22 @@ class Sequence(NamedTuple):
     shared: int = 1
 
     @property
+    def rows(self) -> int:
+        """The length, padded."""
+        return pl.cdiv(self.length, self.block) * self.block
+
+    @property
     def tile(self) -> tuple[int, ...]:
         return (self.block,) if self.width is None else (self.block, padded(self.width))
 
     def spec(self, grid: Grid) -> pl.BlockSpec:
         """For an operand [B, length, heads, width], or a vector [B, heads, length]."""
-        rows = pl.cdiv(self.length, self.block) * self.block
-
         def index(x, y, z):
             b, head, _ = grid.at(x, y, z)
             head = lax.div(head, jnp.int32(self.shared))
             return (b, head, 0) if self.width is None else (b, 0, head, 0)
 
-        shape = (None, self.group, rows) if self.width is None else (None, rows, self.group, padded(self.width))
+        shape = (None, self.group, self.rows) if self.width is None else (None, self.rows, self.group, padded(self.width))
         return pl.BlockSpec(shape, index)
 
     def _at(self, ref, start, head):
@@ -157,9 +160,9 @@ class Sequence(NamedTuple):
         return ref.at[(*heads, rows)] if self.width is None else ref.at[(rows, *heads, pl.ds(0, self.tile[1]))]
 
     def _mask(self, start, inside: Span | None) -> Array | None:
-        """bool, the tile's shape: what lies `inside` and within the features."""
-        ids = indices(self.block, 0)
-        conditions = [] if inside is None else [inside.holds(start + ids)]
+        """bool, the tile's shape: what lies `inside` and within the features. None: all of it."""
+        whole = inside is None or inside.is_whole(self.rows)
+        conditions = [] if whole else [inside.holds(start + indices(self.block, 0))]
         if self.width is None:
             return conditions[0].reshape(self.tile) if conditions else None
         if self.width != self.tile[1]:
@@ -173,8 +176,8 @@ class Sequence(NamedTuple):
 
     def store(self, ref, start, tile: Array) -> None:
         """Stores what lies within the array, in its dtype."""
-        inside = Span(0, self.length) if self.length % self.block else None
-        plt.store(self._at(ref, start, None), tile.astype(ref.dtype), mask=self._mask(start, inside))
+        mask = self._mask(start, Span(0, self.length))
+        plt.store(self._at(ref, start, None), tile.astype(ref.dtype), mask=mask)
 
 
 def bounded(problem: Problem, blocks: Blocks) -> Mask:
