@@ -127,7 +127,7 @@ def backward(
     [d_query] = launch.call(
         flash_dq,
         problem,
-        Grid.of(problem, problem.N, problem.T, dq.block_q, problem.mask),
+        Grid.of(problem, problem.N, q_layouts[0].tiles, dq, problem.mask),
         dq,
         list(zip(tensors, (*q_layouts, q_layouts[-1]), strict=True)),
         [(jax.ShapeDtypeStruct(q.shape, q.dtype), q_layouts[0])],
@@ -135,7 +135,7 @@ def backward(
     d_key, d_value = launch.call(
         flash_dkv,
         problem,
-        Grid.of(problem, problem.K, problem.S, dkv.block_k, problem.mask.T),
+        Grid.of(problem, problem.K, k_layouts[1].tiles, dkv, problem.mask.T),
         dkv,
         list(zip(tensors, (*k_layouts, k_layouts[-1]), strict=True)),
         [(jax.ShapeDtypeStruct(x.shape, x.dtype), layout) for x, layout in zip((k, v), k_layouts[1:3], strict=True)],

@@ -58,8 +58,8 @@ def forward(
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
     """Output in q's dtype and natural log-sum-exp in float32."""
     blocks = problem.plan.forward
-    grid = Grid.of(problem, problem.N, problem.T, blocks.block_q, problem.mask)
     q_layout, k_layout, v_layout, o_layout, lse_layout = layouts(problem, blocks)
+    grid = Grid.of(problem, problem.N, q_layout.tiles, blocks, problem.mask)
     o = jax.ShapeDtypeStruct((*q.shape[:-1], problem.Hv), q.dtype)
     lse = jax.ShapeDtypeStruct((problem.B, problem.N, problem.T), jnp.float32)
     operands = [(q, q_layout), (k, k_layout), (v, v_layout)]

@@ -65,7 +65,7 @@ def plan(problem: Problem) -> Plan:
 
 def _plan(problem: Problem) -> Plan | str:
     itemsize = jnp.dtype(problem.dtype).itemsize
-    sizes = plans.Sizes(problem.T, problem.S, problem.H, problem.Hv, itemsize, problem.mask.grows)
+    sizes = plans.Sizes(problem.T, problem.S, problem.H, problem.Hv, itemsize)
     return problem.plan or plans.choose(int(_capability(problem)), sizes)
 
 
@@ -87,7 +87,7 @@ class Grid:
 
     Attributes:
         B, heads, tiles: Its extents.
-        group: Heads that run side by side (`Plan.head_group`).
+        group: Heads that run side by side (`Blocks.head_group`).
         last_first: Whether the last tile of rows comes first, which balances masks that grow.
     """
 
@@ -98,9 +98,9 @@ class Grid:
     last_first: bool
 
     @classmethod
-    def of(cls, problem: Problem, heads: int, rows: int, block: int, mask: Mask) -> "Grid":
-        group = max(g for g in range(1, problem.plan.head_group + 1) if heads % g == 0)
-        return cls(problem.B, heads, pl.cdiv(rows, block), group, mask.grows)
+    def of(cls, problem: Problem, heads: int, tiles: int, blocks: Blocks, mask: Mask) -> "Grid":
+        group = max(g for g in range(1, blocks.head_group + 1) if heads % g == 0)
+        return cls(problem.B, heads, tiles, group, mask.grows)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -135,9 +135,14 @@ class Sequence(NamedTuple):
     shared: int = 1
 
     @property
+    def tiles(self) -> int:
+        """How many tiles hold the length."""
+        return pl.cdiv(self.length, self.block)
+
+    @property
     def rows(self) -> int:
         """The length, padded."""
-        return pl.cdiv(self.length, self.block) * self.block
+        return self.tiles * self.block
 
     @property
     def tile(self) -> tuple[int, ...]:
