@@ -215,7 +215,7 @@ class Visit(NamedTuple):
 
         def edge_block(t: Index) -> Index:
             right = self.full_end + t - left
-            return right if _is(left, 0) else jnp.where(t < left, self.start + t, right)
+            return right if _is(left, 0) else _where(t < left, self.start + t, right)
 
         if not _is(edges, 0):
             carry = lax.fori_loop(0, edges, lambda t, c: step(edge_block(t), c, True), carry)
@@ -267,7 +267,8 @@ def _max(a: Index, b: Index) -> Index:
 
 
 def _where(condition, a: Index, b: Index) -> Index:
-    return (a if condition else b) if _static(condition) else jnp.where(condition, a, b)
+    """A select by arithmetic: JAX's Triton lowering gives the literal branches of a scalar select the predicate's type."""
+    return (a if condition else b) if _static(condition) else b + (a - b) * condition.astype(jnp.int32)
 
 
 def _clip(x: Index, lo: Index, hi: Index) -> Index:

@@ -34,7 +34,7 @@ def base2(scale: float | Array) -> tuple[float | Array, float | Array]:
 
     With c >= 0 the largest raw score of a row is its largest logit too.
     """
-    sign = (-1.0 if scale < 0 else 1.0) if isinstance(scale, float) else jnp.where(scale < 0, -1.0, 1.0)
+    sign = (-1.0 if scale < 0 else 1.0) if isinstance(scale, float) else 1 - 2 * (scale < 0).astype(scale.dtype)
     return sign, scale * sign * LOG2E
 
 
