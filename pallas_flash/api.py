@@ -85,8 +85,8 @@ def flash_attention(
             the window. S - T aligns the last query with the last key.
         deterministic: Whether gradients must be bitwise reproducible. Both implementations always are.
         precision: `jax.lax.Precision` (or its name) of the dots of float32 inputs, forward and backward: on GPUs
-            "default" is tf32, "high" and "highest" are three tf32 products, accurate as float32. None follows
-            `jax.default_matmul_precision`.
+            "default" is tf32 and "highest" as accurate as float32; the Triton kernels take "high" as "highest". None
+            follows `jax.default_matmul_precision`.
         plan: `Plan` of block sizes for the Triton kernels. None: chosen for the device.
         interpret: Whether to run the Pallas kernels in interpret mode, which works on a CPU.
 

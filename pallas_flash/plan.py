@@ -63,13 +63,16 @@ class Plan:
 
 
 class Sizes(NamedTuple):
-    """What the choice of a plan depends on: lengths, head dims and bytes per element."""
+    """What the choice of a plan depends on: lengths, head dims, and how the dots are computed.
+
+    `dots` is "half" for 2-byte inputs, and for float32 "tf32" or "tf32x3" (three products).
+    """
 
     T: int
     S: int
     H: int
     Hv: int
-    itemsize: int
+    dots: str
 
 
 def padded(width: int) -> int:
@@ -80,27 +83,36 @@ def padded(width: int) -> int:
 def shared_memory(kernel: str, blocks: Blocks, sizes: Sizes) -> int:
     """Bytes of shared memory: what stays in place once, what streams past `num_stages` times.
 
-    Agrees with what the compiler reports for 128x128, 128x64 (forward) and 64x128 (dkv) at H = 128 on Hopper.
+    For "half" it is what the compiler takes on Hopper (up to 1 KiB of row vectors); for the others an upper bound, since
+    tf32x3 keeps the high and the low part of what it splits.
     """
     both = padded(sizes.H) + padded(sizes.Hv)
     fixed, moving = (blocks.block_q, blocks.block_k) if kernel != "dkv" else (blocks.block_k, blocks.block_q)
     fixed_width = padded(sizes.H) if kernel == "forward" else both
-    return sizes.itemsize * (fixed * fixed_width + blocks.num_stages * moving * both)
+    itemsize = {"half": 2, "tf32": 4, "tf32x3": 8}[sizes.dots]
+    return itemsize * (fixed * fixed_width + blocks.num_stages * moving * both)
 
 
-# Preferences per kernel and padded head dim, best first; the first that fits the device's shared memory is taken. The
-# leading entries are for 2-byte elements and were measured on an H200 at T = 8192; the rest are smaller steps down.
-_PREFERENCES = {
-    ("forward", 64): ((128, 64, 8, 3, 4), (128, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
-    ("forward", 128): ((128, 64, 4, 2, 4), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)),
-    ("forward", 256): ((128, 64, 8, 2, 4), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 16, 4, 1), (16, 16, 4, 1)),
-    ("dq", 64): ((128, 64, 4, 3, 8), (64, 64, 4, 2), (64, 32, 4, 2)),
-    ("dq", 128): ((128, 64, 8, 3, 4), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)),
-    ("dq", 256): ((128, 64, 8, 1), (64, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
-    ("dkv", 64): ((64, 64, 4, 3), (32, 64, 4, 2), (32, 32, 4, 2)),
-    ("dkv", 128): ((64, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 1)),
-    ("dkv", 256): ((64, 64, 8, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
+# The best blocks per dots, kernel and padded head dim, as measured on an H200 ("half" at T = 8192, the others at 4096).
+_BEST = {
+    "half": {
+        "forward": {64: (128, 64, 8, 3, 4), 128: (128, 64, 4, 2, 4), 256: (128, 64, 8, 2, 4)},
+        "dq": {64: (128, 64, 4, 3, 8), 128: (128, 64, 8, 3, 4), 256: (64, 64, 4, 2)},
+        "dkv": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 64, 8, 2)},
+    },
+    "tf32": {
+        "forward": {64: (128, 32, 4, 2), 128: (32, 64, 4, 2), 256: (32, 32, 4, 2)},
+        "dq": {64: (128, 32, 4, 1), 128: (128, 32, 8, 1), 256: (32, 32, 4, 1)},
+        "dkv": {64: (64, 64, 4, 1), 128: (32, 32, 4, 2), 256: (64, 32, 8, 1)},
+    },
+    "tf32x3": {
+        "forward": {64: (128, 32, 4, 1), 128: (32, 64, 4, 1), 256: (32, 32, 4, 1)},
+        "dq": {64: (64, 64, 4, 1), 128: (32, 64, 4, 1), 256: (32, 32, 4, 1)},
+        "dkv": {64: (64, 32, 4, 1), 128: (32, 32, 4, 1), 256: (32, 16, 4, 1)},
+    },
 }
+# What is tried next where shared memory is too small for them.
+_SMALLER = ((64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1))
 
 
 @functools.cache
@@ -110,8 +122,7 @@ def choose(capability: int, sizes: Sizes) -> Plan | str:
     width = min(max(64, padded(sizes.H), padded(sizes.Hv)), 256)
     chosen = {}
     for kernel in ("forward", "dq", "dkv"):
-        options = _PREFERENCES[kernel, width][sizes.itemsize > 2 :]  # the first choices spill with 4-byte elements
-        options = [_shortened(Blocks(*option), sizes) for option in options]
+        options = [_shortened(Blocks(*option), sizes) for option in (_BEST[sizes.dots][kernel][width], *_SMALLER)]
         fitting = [blocks for blocks in options if shared_memory(kernel, blocks, sizes) <= available]
         if not fitting:
             needed = shared_memory(kernel, options[-1], sizes)
