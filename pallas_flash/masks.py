@@ -19,11 +19,12 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from pallas_flash.tile import Tile
 
-Index = int | Array
+Index = int | Array | np.ndarray
 Carry = TypeVar("Carry")
 
 
@@ -36,7 +37,6 @@ class Span(NamedTuple):
     def holds(self, ids: Array) -> Array:
         """bool, the shape of `ids`: which of them lie in the range."""
         return (ids >= self.lo) & (ids < self.hi)
-
 
     def is_whole(self, size: int) -> bool:
         """Whether it is statically known to be 0 … size-1."""
@@ -88,7 +88,7 @@ class Band(Mask):
 
     lo: int | None = dataclasses.field(metadata={"static": True})
     hi: int | None = dataclasses.field(metadata={"static": True})
-    offset: Array | None = None
+    offset: Index | None = None
 
     @property
     def _edges(self) -> tuple[Index | None, Index | None]:
@@ -229,7 +229,9 @@ def visit(mask: Mask, rows: Span, columns: Span, block: int) -> Visit:
     full = mask.every(rows, columns)
     whole = rows, columns
     rows, columns = mask.narrow(*whole)
-    unchanged = all(a is b for span, was in zip((rows, columns), whole, strict=True) for a, b in zip(span, was, strict=True))
+    unchanged = all(
+        a is b for span, was in zip((rows, columns), whole, strict=True) for a, b in zip(span, was, strict=True)
+    )
     occupied = True if unchanged else _and(rows.lo < rows.hi, columns.lo < columns.hi)
     start = _div(columns.lo, block)
     end = _where(occupied, _div(columns.hi + block - 1, block), start)

@@ -34,7 +34,9 @@ class Blocks:
         for name, low, high in (("block_q", 16, 1024), ("block_k", 16, 1024), ("num_warps", 1, 16)):
             n = getattr(self, name)
             if not isinstance(n, int) or not low <= n <= high or n & (n - 1):
-                raise ValueError(f"{name}: expected a power of two from {low} to {high}, got {n!r}; plan=None picks one")
+                raise ValueError(
+                    f"{name}: expected a power of two from {low} to {high}, got {n!r}; plan=None picks one"
+                )
         for name, high in (("num_stages", 8), ("head_group", 1024)):
             n = getattr(self, name)
             if not isinstance(n, int) or not 1 <= n <= high:

@@ -84,7 +84,12 @@ def pose(
 ) -> tuple[Problem, tuple[int, ...]]:  # fmt: skip
     """Validates a call of `flash_attention`; returns the problem and its batch axes. Raises as documented there."""
     batch, sizes = _sizes(query, key, value)
-    flags = {"is_causal": is_causal, "return_residual": return_residual, "deterministic": deterministic, "interpret": interpret}
+    flags = {
+        "is_causal": is_causal,
+        "return_residual": return_residual,
+        "deterministic": deterministic,
+        "interpret": interpret,
+    }
     for name, flag in flags.items():
         if not isinstance(flag, bool | np.bool_):
             raise TypeError(
@@ -95,7 +100,9 @@ def pose(
             f"implementation: expected None or one of {IMPLEMENTATIONS}, got {implementation!r}; None picks the fastest"
         )
     if not isinstance(plan, Plan | None):
-        raise TypeError(f"plan: expected None or a pallas_flash.Plan, got {_describe(plan)}; None picks the block sizes")
+        raise TypeError(
+            f"plan: expected None or a pallas_flash.Plan, got {_describe(plan)}; None picks the block sizes"
+        )
     static_scale, traced_scale = _scale(scale, sizes["H"], batch)
     lengths = Lengths(
         _per_batch("query_seq_lengths", query_seq_lengths, batch, sizes["T"]),

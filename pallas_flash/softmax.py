@@ -29,6 +29,9 @@ class Elementary(NamedTuple):
     fma_exp2: Callable[[Array, Array, Array], Array] = lambda a, b, c: jnp.exp2(a * b + c)
 
 
+PLAIN = Elementary()
+
+
 def base2(scale: float | Array) -> tuple[float | Array, float | Array]:
     """A sign (1 or -1) for the query and the factor c >= 0 that takes the signed raw scores to base 2 (eq. 2).
 
@@ -57,7 +60,12 @@ def start(rows: tuple[int, ...], width: int, dtype=jnp.float32) -> Running:
 
 
 def update(
-    run: Running, s: Array, keep: Array | None, c: ArrayLike, weigh: Callable[[Array], Array], fast: Elementary = Elementary()
+    run: Running,
+    s: Array,
+    keep: Array | None,
+    c: ArrayLike,
+    weigh: Callable[[Array], Array],
+    fast: Elementary = PLAIN,
 ) -> Running:
     """Takes in the raw scores `s` [..., rows, columns] of one more block (eqs. 5 to 9).
 
@@ -119,7 +127,9 @@ def merge(*parts: tuple[Array, Array]) -> tuple[Array, Array]:
     Source: FlashAttention-2 (arXiv:2307.08691), section 3.1, in log-sum-exp form.
     """
     if not parts:
-        raise ValueError("merge: expected at least one (output, log-sum-exp) pair, got none; pass e.g. merge((o1, lse1), (o2, lse2))")
+        raise ValueError(
+            "merge: expected at least one (output, log-sum-exp) pair, got none; pass e.g. merge((o1, lse1), (o2, lse2))"
+        )
     outs, lses = zip(*parts, strict=True)
     stacked = jnp.stack(lses)
     top = lax.stop_gradient(jnp.max(stacked, 0))

@@ -1,6 +1,6 @@
 """Where am I? The global indices of the scores that a piece of code holds."""
 
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -20,7 +20,7 @@ class Tile(NamedTuple):
     k_ids: Array
 
     @classmethod
-    def at(cls, q_start, block_q: int, k_start, block_k: int, transposed: bool = False) -> Self:
+    def at(cls, q_start, block_q: int, k_start, block_k: int, transposed: bool = False) -> "Tile":
         """The tile of `block_q` queries from `q_start` and `block_k` keys from `k_start`."""
         q_axis = int(transposed)
         return cls(q_start + indices(block_q, q_axis), k_start + indices(block_k, 1 - q_axis))

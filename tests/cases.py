@@ -57,7 +57,14 @@ class Case:
 
     def options(self) -> dict[str, Any]:
         """The keywords of `flash_attention` that differ from their defaults, lengths and offsets as int32 arrays."""
-        names = ("scale", "is_causal", "local_window_size", "query_offset", "query_seq_lengths", "key_value_seq_lengths")
+        names = (
+            "scale",
+            "is_causal",
+            "local_window_size",
+            "query_offset",
+            "query_seq_lengths",
+            "key_value_seq_lengths",
+        )
         given = {n: v for n in names if (v := getattr(self, n)) != Case.__dataclass_fields__[n].default}
         per_batch = {"query_offset", "query_seq_lengths", "key_value_seq_lengths"}
         return {n: np.asarray(v, np.int32) if n in per_batch and isinstance(v, tuple) else v for n, v in given.items()}
@@ -79,10 +86,25 @@ SMALL = [
     Case("window_offset", T=40, S=100, local_window_size=(15, 2), query_offset=(60, 0)),
     Case("lengths", T=80, S=70, query_seq_lengths=(80, 33), key_value_seq_lengths=(19, 70)),
     Case("lengths_empty", T=40, S=50, query_seq_lengths=(0, 25), key_value_seq_lengths=(50, 0)),
-    Case("lengths_causal_gqa", T=75, N=6, K=3, is_causal=True, key_value_seq_lengths=(75, 30), query_seq_lengths=(60, 75)),
+    Case(
+        "lengths_causal_gqa", T=75, N=6, K=3, is_causal=True, key_value_seq_lengths=(75, 30), query_seq_lengths=(60, 75)
+    ),
     Case("lengths_window", T=90, local_window_size=(13, 13), key_value_seq_lengths=(41, 90), N=4, K=1),
-    Case("everything", T=61, S=93, N=6, K=2, H=24, Hv=40, scale=0.3, is_causal=True, local_window_size=(25, 3),
-         query_offset=(30, 10), query_seq_lengths=(50, 61), key_value_seq_lengths=(93, 44)),
+    Case(
+        "everything",
+        T=61,
+        S=93,
+        N=6,
+        K=2,
+        H=24,
+        Hv=40,
+        scale=0.3,
+        is_causal=True,
+        local_window_size=(25, 3),
+        query_offset=(30, 10),
+        query_seq_lengths=(50, 61),
+        key_value_seq_lengths=(93, 44),
+    ),
     Case("mqa", T=50, N=5, K=1, H=16, is_causal=True),
     Case("odd_group", T=40, N=10, K=2, H=8, is_causal=True),
     Case("value_wider", T=48, H=16, Hv=32, is_causal=True),
@@ -98,16 +120,24 @@ SMALL = [
     Case("zero_scale", T=40, H=16, scale=0.0, is_causal=True),
     Case("large_logits", T=64, magnitude=40.0, is_causal=True),
     Case("bf16", T=77, N=4, K=2, dtype="bfloat16", is_causal=True),
-    Case("bf16_lengths_window", T=90, S=70, dtype="bfloat16", local_window_size=(20, 20), key_value_seq_lengths=(70, 31)),
+    Case(
+        "bf16_lengths_window", T=90, S=70, dtype="bfloat16", local_window_size=(20, 20), key_value_seq_lengths=(70, 31)
+    ),
     Case("bf16_large_logits", T=64, dtype="bfloat16", magnitude=40.0),
     Case("fp16", T=77, H=40, dtype="float16", local_window_size=(30, 0)),
 ]
 
 LARGE = [
-    *(Case(f"h{H}_{mask}_{dtype}", B=2, T=1024, N=8, K=K, H=H, dtype=dtype, is_causal=mask == "causal")
-      for H, K in ((64, 8), (128, 2), (256, 4)) for mask in ("full", "causal") for dtype in ("bfloat16", "float16")),
-    *(Case(f"h{H}_ragged_causal_bf16", B=2, T=301, N=4, K=2, H=H, dtype="bfloat16", is_causal=True)
-      for H in (8, 16, 24, 40, 72, 80, 96, 160, 192)),
+    *(
+        Case(f"h{H}_{mask}_{dtype}", B=2, T=1024, N=8, K=K, H=H, dtype=dtype, is_causal=mask == "causal")
+        for H, K in ((64, 8), (128, 2), (256, 4))
+        for mask in ("full", "causal")
+        for dtype in ("bfloat16", "float16")
+    ),
+    *(
+        Case(f"h{H}_ragged_causal_bf16", B=2, T=301, N=4, K=2, H=H, dtype="bfloat16", is_causal=True)
+        for H in (8, 16, 24, 40, 72, 80, 96, 160, 192)
+    ),
     Case("h192_v128_bf16", T=513, N=4, H=192, Hv=128, dtype="bfloat16", is_causal=True),
     Case("h64_v128_bf16", T=513, N=4, H=64, Hv=128, dtype="bfloat16"),
     Case("fp32_causal", T=515, N=8, K=2, H=64, is_causal=True),
@@ -118,10 +148,33 @@ LARGE = [
     Case("heads_17_over_1", T=200, N=17, K=1, H=64, dtype="bfloat16"),
     Case("window_bf16", T=2000, N=4, H=128, dtype="bfloat16", local_window_size=(255, 0)),
     Case("window_both_bf16", T=2000, N=4, K=1, H=64, dtype="bfloat16", local_window_size=(100, 70)),
-    Case("lengths_bf16", T=1500, S=1100, N=4, K=2, H=128, dtype="bfloat16", query_seq_lengths=(1500, 700),
-         key_value_seq_lengths=(333, 1100)),
-    Case("everything_bf16", T=610, S=930, N=6, K=2, H=96, Hv=128, dtype="bfloat16", scale=0.2, is_causal=True,
-         local_window_size=(250, 30), query_offset=(300, 100), query_seq_lengths=(500, 610), key_value_seq_lengths=(930, 440)),
+    Case(
+        "lengths_bf16",
+        T=1500,
+        S=1100,
+        N=4,
+        K=2,
+        H=128,
+        dtype="bfloat16",
+        query_seq_lengths=(1500, 700),
+        key_value_seq_lengths=(333, 1100),
+    ),
+    Case(
+        "everything_bf16",
+        T=610,
+        S=930,
+        N=6,
+        K=2,
+        H=96,
+        Hv=128,
+        dtype="bfloat16",
+        scale=0.2,
+        is_causal=True,
+        local_window_size=(250, 30),
+        query_offset=(300, 100),
+        query_seq_lengths=(500, 610),
+        key_value_seq_lengths=(930, 440),
+    ),
     Case("bottom_right_bf16", T=100, S=4000, N=4, H=128, dtype="bfloat16", is_causal=True, query_offset=3900),
     Case("empty_rows_bf16", T=1000, S=400, N=4, H=64, dtype="bfloat16", is_causal=True, query_offset=-600),
     Case("large_logits_bf16", T=512, N=4, H=64, dtype="bfloat16", magnitude=40.0, is_causal=True),

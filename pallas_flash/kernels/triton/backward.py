@@ -17,9 +17,7 @@ from pallas_flash.problem import Problem
 from pallas_flash.tile import Tile
 
 
-def flash_dq(
-    q_ref, k_ref, v_ref, do_ref, lse2_ref, delta_ref, dq_ref, *, problem: Problem, grid: Grid, blocks: Blocks
-):
+def flash_dq(q_ref, k_ref, v_ref, do_ref, lse2_ref, delta_ref, dq_ref, *, problem: Problem, grid: Grid, blocks: Blocks):
     """Kernel body: dq of one tile of queries."""
     q_layout, k_layout, v_layout, do_layout, row_layout = _dq_layouts(problem, blocks)
     block_q, block_k = blocks.block_q, blocks.block_k

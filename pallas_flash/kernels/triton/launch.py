@@ -45,7 +45,9 @@ def refusal(problem: Problem) -> str | None:
         return "float64 is not supported; cast to float32 or use implementation='xla'"
     for name, width in (("query", problem.H), ("value", problem.Hv)):
         if width > 256:
-            return f"the head dim of {name} is {width}, at most 256 is supported; use more heads or implementation='xla'"
+            return (
+                f"the head dim of {name} is {width}, at most 256 is supported; use more heads or implementation='xla'"
+            )
     capability = _capability(problem)
     if isinstance(capability, str):
         return capability
@@ -149,12 +151,15 @@ class Sequence(NamedTuple):
 
     def spec(self, grid: Grid) -> pl.BlockSpec:
         """For an operand [B, length, heads, width], or a vector [B, heads, length]."""
+
         def index(x, y, z):
             b, head, _ = grid.at(x, y, z)
             head = lax.div(head, jnp.int32(self.shared))
             return (b, head, 0) if self.width is None else (b, 0, head, 0)
 
-        shape = (None, self.group, self.rows) if self.width is None else (None, self.rows, self.group, padded(self.width))
+        shape = (
+            (None, self.group, self.rows) if self.width is None else (None, self.rows, self.group, padded(self.width))
+        )
         return pl.BlockSpec(shape, index)
 
     def _at(self, ref, start, head):
@@ -195,7 +200,9 @@ Operand = tuple[Array, Sequence]
 Output = tuple[jax.ShapeDtypeStruct, Sequence]
 
 
-def call(kernel: Callable, problem: Problem, grid: Grid, blocks: Blocks, operands: list[Operand], outputs: list[Output]):
+def call(
+    kernel: Callable, problem: Problem, grid: Grid, blocks: Blocks, operands: list[Operand], outputs: list[Output]
+):
     """Launches `kernel(*operand_refs, *output_refs, problem=, grid=, blocks=)`, the problem's leaves being scalars there."""
     leaves, structure = jax.tree.flatten(problem)
 
@@ -258,7 +265,5 @@ def _assembly(instructions: str, *args: Array) -> Array:
 # of a 128x128 forward tile at H = 128.
 _HARDWARE = Elementary(
     exp2=functools.partial(_assembly, "ex2.approx.ftz.f32 $0, $1;"),
-    fma_exp2=functools.partial(
-        _assembly, "{ .reg .f32 t; fma.rn.ftz.f32 t, $1, $2, $3; ex2.approx.ftz.f32 $0, t; }"
-    ),
+    fma_exp2=functools.partial(_assembly, "{ .reg .f32 t; fma.rn.ftz.f32 t, $1, $2, $3; ex2.approx.ftz.f32 $0, t; }"),
 )

@@ -1,0 +1,53 @@
+"""Attention by way of the whole T×S matrix, in the dtype of its inputs: what a tolerance is derived from.
+
+An implementation's error against the oracle may be at most twice the error of this, plus a rounding floor.
+"""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import oracle
+from jax import Array, lax
+
+
+def attend(query, key, value, dtype, *, scale=None, precision=None, **options) -> tuple[Array, Array]:
+    """Output [B, T, N, Hv] in `dtype` and residual [B, T, N] in float32 (or float64), differentiable by JAX.
+
+    Dots take `dtype` and accumulate in float32, the softmax is float32, and probabilities are rounded to `dtype`.
+
+    Args:
+        query: [B, T, N, H], converted to `dtype`, as are all three.
+        key: [B, S, K, H].
+        value: [B, S, K, Hv].
+        dtype: Of the computation.
+        scale: Number or scalar array; None: 1/sqrt(H).
+        precision: Of the dots.
+        **options: Those of `oracle.kept`, not traced.
+
+    Source: FlashAttention's own tests measure against twice the error of the dense computation.
+    """
+    q, k, v = (jnp.asarray(x, dtype) for x in (query, key, value))
+    (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
+    wide = jnp.promote_types(dtype, jnp.float32)
+    mask = oracle.kept(B, T, S, **options)
+    q, k, v = (_only(mask.any(2), q), _only(mask.any(1), k), _only(mask.any(1), v))
+    keep = mask[:, None, None]
+    scale = 1 / math.sqrt(H) if scale is None else scale
+
+    q = q.reshape(B, T, K, N // K, H)
+    s = scale * jnp.einsum("btkgh,bskh->bkgts", q, k, precision=precision, preferred_element_type=wide)
+    m = lax.stop_gradient(jnp.max(s, -1, keepdims=True, initial=-1e30, where=keep))
+    p = jnp.where(keep, jnp.exp(jnp.where(keep, s - m, 0)), 0)
+    l = jnp.sum(p, -1, keepdims=True)  # noqa: E741
+    empty = l == 0
+    l = jnp.where(empty, 1, l)  # noqa: E741
+    p = (p / l).astype(dtype)
+    out = jnp.einsum("bkgts,bskh->btkgh", p, v, precision=precision, preferred_element_type=wide)
+    lse = jnp.where(empty, -jnp.inf, m + jnp.log(l))
+    return out.reshape(B, T, N, -1).astype(dtype), jnp.moveaxis(lse.reshape(B, N, T), 1, 2)
+
+
+def _only(taking_part: np.ndarray, x: Array) -> Array:
+    """[B, L, heads, width] with 0 in place of rows that take no part."""
+    return jnp.where(taking_part[:, :, None, None], x, 0)

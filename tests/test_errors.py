@@ -1,0 +1,427 @@
+"""What is wrong is said: type and message of every refusal, and what `explain` tells about the choice."""
+
+import contextlib
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from pallas_flash import Blocks, Plan, explain, flash_attention, plan
+
+B, T, S, N, K, H = 2, 4, 6, 4, 2, 8
+PLAN = Plan(Blocks(32, 16), Blocks(16, 32), Blocks(32, 32))
+
+
+def array(*shape: int, dtype=jnp.float32) -> jax.Array:
+    return jnp.zeros(shape, dtype)
+
+
+TENSORS = {"query": array(B, T, N, H), "key": array(B, S, K, H), "value": array(B, S, K, H)}
+
+
+def shapes(dtype=jnp.float32, t: int = 2048, head_dim: int = 64) -> dict[str, jax.ShapeDtypeStruct]:
+    """query, key and value without data."""
+    return {name: jax.ShapeDtypeStruct((B, t, N, head_dim), dtype) for name in TENSORS}
+
+
+@contextlib.contextmanager
+def device(kind: str):
+    """Compiling for a GPU that is not there."""
+    gpu = AbstractDevice(kind, None, platform="cuda")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
+        yield
+
+
+# What is passed, the error, the argument it names, then what it says was expected, what came, and the remedy.
+WRONG = {
+    "query_2d": (
+        {"query": array(T, H)},
+        (ValueError, "query", r"shape \[\*B, T, N, H\]", r"\(4, 8\)", "add the missing axes"),
+    ),
+    "value_scalar": (
+        {"value": array()},
+        (ValueError, "value", r"shape \[\*B, S, K, H\]", r"\(\)", "add the missing axes"),
+    ),
+    "integers": (
+        {"query": array(B, T, N, H, dtype=jnp.int32)},
+        (TypeError, "query", "dtype one of .*'bfloat16'.*'float32'", "int32", r"\.astype"),
+    ),
+    "complex": (
+        {"key": array(B, S, K, H, dtype=jnp.complex64)},
+        (TypeError, "key", "dtype one of", "complex64", r"\.astype"),
+    ),
+    "mixed_dtypes": (
+        {"query": array(B, T, N, H, dtype=jnp.bfloat16)},
+        (ValueError, "key", "dtype of query, bfloat16", "float32", "cast query, key and value to one dtype"),
+    ),
+    "mixed_value": (
+        {"value": array(B, S, K, H, dtype=jnp.float16)},
+        (ValueError, "value", "dtype of query, float32", "float16", "cast query, key and value to one dtype"),
+    ),
+    "batch": (
+        {"key": array(3, S, K, H)},
+        (ValueError, "key", r"batch axes of query, \(2,\)", r"\(3,\)", "broadcast them first"),
+    ),
+    "batch_rank": (
+        {"value": array(1, B, S, K, H)},
+        (ValueError, "value", r"batch axes of query, \(2,\)", r"\(1, 2\)", "broadcast them first"),
+    ),
+    "value_length": (
+        {"value": array(B, 5, K, H)},
+        (ValueError, "value", r"key's length and heads \(6, 2\)", r"\(5, 2\)", "one entry per position and head"),
+    ),
+    "value_heads": (
+        {"value": array(B, S, 4, H)},
+        (ValueError, "value", r"key's length and heads \(6, 2\)", r"\(6, 4\)", "one entry per position and head"),
+    ),
+    "head_dims": (
+        {"key": array(B, S, K, 16)},
+        (ValueError, "key", "head dim 8, that of query", "16", "project both to one size"),
+    ),
+    "no_head_dim": (
+        {name: array(B, T, N, 0) for name in TENSORS},
+        (ValueError, "query", "head dims of at least 1", "0 and 0", "channels"),
+    ),
+    "no_value_head_dim": (
+        {"value": array(B, S, K, 0)},
+        (ValueError, "value", "head dims of at least 1", "8 and 0", "channels"),
+    ),
+    "heads_that_do_not_divide": (
+        {"key": array(B, S, 3, H), "value": array(B, S, 3, H)},
+        (ValueError, "key", "heads that divides the query's 4", "3", r"h // \(N // K\)"),
+    ),
+    "no_heads": (
+        {"key": array(B, S, 0, H), "value": array(B, S, 0, H)},
+        (ValueError, "key", "heads that divides the query's 4", "0", r"h // \(N // K\)"),
+    ),
+    "flag_as_number": (
+        {"is_causal": 1},
+        (TypeError, "is_causal", "a Python bool", "int 1", "static under jit"),
+    ),
+    "flag_as_array": (
+        {"return_residual": jnp.array(True)},
+        (TypeError, "return_residual", "a Python bool", r"array of shape \(\) and dtype bool", "static under jit"),
+    ),
+    "flag_as_text": (
+        {"deterministic": "yes"},
+        (TypeError, "deterministic", "a Python bool", "str 'yes'", "static under jit"),
+    ),
+    "no_flag": (
+        {"interpret": None},
+        (TypeError, "interpret", "a Python bool", "NoneType None", "static under jit"),
+    ),
+    "implementation": (
+        {"implementation": "cudnn"},
+        (ValueError, "implementation", "None or one of .*'triton'.*'xla'", "'cudnn'", "None picks the fastest"),
+    ),
+    "plan": (
+        {"plan": {"block_q": 64}},
+        (TypeError, "plan", r"a pallas_flash\.Plan", "dict {'block_q': 64}", "None picks the block sizes"),
+    ),
+    "plan_of_blocks": (
+        {"plan": Blocks(64, 64)},
+        (TypeError, "plan", r"a pallas_flash\.Plan", r"Blocks Blocks\(", "None picks the block sizes"),
+    ),
+    "scale_infinite": (
+        {"scale": float("inf")},
+        (ValueError, "scale", "a finite number", "inf", r"1/sqrt\(H\)"),
+    ),
+    "scale_nan": (
+        {"scale": np.float32("nan")},
+        (ValueError, "scale", "a finite number", "nan", r"1/sqrt\(H\)"),
+    ),
+    "scale_vector": (
+        {"scale": array(N)},
+        (TypeError, "scale", "floating scalar array", r"shape \(4,\) and dtype float32", "multiply the query"),
+    ),
+    "scale_bool": (
+        {"scale": True},
+        (TypeError, "scale", "a number or a floating scalar", "bool True", "multiply the query"),
+    ),
+    "scale_integer_array": (
+        {"scale": jnp.array(2)},
+        (TypeError, "scale", "floating scalar array", r"shape \(\) and dtype int32", "multiply the query"),
+    ),
+    "scale_text": (
+        {"scale": "0.5"},
+        (TypeError, "scale", "a number or a floating scalar", "str '0.5'", "multiply the query"),
+    ),
+    "scale_complex": (
+        {"scale": np.complex64(1)},
+        (TypeError, "scale", "a number or a floating scalar", "complex64", "multiply the query"),
+    ),
+    "float_lengths": (
+        {"query_seq_lengths": array(B)},
+        (TypeError, "query_seq_lengths", "an integer dtype", "float32", "one int32 per batch entry"),
+    ),
+    "bool_lengths": (
+        {"key_value_seq_lengths": [True, False]},
+        (TypeError, "key_value_seq_lengths", "an integer dtype", "bool", "one int32 per batch entry"),
+    ),
+    "lengths_shape": (
+        {"key_value_seq_lengths": jnp.array([1, 2, 3])},
+        (ValueError, "key_value_seq_lengths", r"shape \(2,\), the batch axes", r"\(3,\)", "one int32 per batch entry"),
+    ),
+    "lengths_rank": (
+        {"query_seq_lengths": jnp.ones((1, B), jnp.int32)},
+        (ValueError, "query_seq_lengths", r"shape \(2,\), the batch axes", r"\(1, 2\)", "one int32 per batch entry"),
+    ),
+    "offset_float": (
+        {"query_offset": 1.0},
+        (TypeError, "query_offset", "an integer dtype", "float64", "one int32 per batch entry"),
+    ),
+    "offset_bool": (
+        {"query_offset": True},
+        (TypeError, "query_offset", "an integer dtype", "bool", "one int32 per batch entry"),
+    ),
+    "offset_none": (
+        {"query_offset": None},
+        (TypeError, "query_offset", "an integer dtype", "object", "one int32 per batch entry"),
+    ),
+    "offset_shape": (
+        {"query_offset": jnp.array([1, 2, 3])},
+        (ValueError, "query_offset", r"shape \(2,\), the batch axes", r"\(3,\)", "one int32 per batch entry"),
+    ),
+    "window_negative": (
+        {"local_window_size": -1},
+        (ValueError, "local_window_size", r"an int >= 0 or a pair \(left, right\)", "-1", "use None for a side"),
+    ),
+    "window_negative_side": (
+        {"local_window_size": (None, -2)},
+        (ValueError, "local_window_size", r"a pair \(left, right\)", r"\(None, -2\)", "use None for a side"),
+    ),
+    "window_of_three": (
+        {"local_window_size": (1, 2, 3)},
+        (ValueError, "local_window_size", r"a pair \(left, right\)", r"\(1, 2, 3\)", "use None for a side"),
+    ),
+    "window_bool": (
+        {"local_window_size": True},
+        (ValueError, "local_window_size", r"a pair \(left, right\)", "True", "use None for a side"),
+    ),
+    "window_float": (
+        {"local_window_size": (1.5, 0)},
+        (ValueError, "local_window_size", r"a pair \(left, right\)", r"\(1\.5, 0\)", "use None for a side"),
+    ),
+    "precision": (
+        {"precision": "best"},
+        (ValueError, "precision", "'default', 'high', 'highest'", "'best'", "None follows"),
+    ),
+    "precision_pair": (
+        {"precision": ["high", "high"]},
+        (ValueError, "precision", "'default', 'high', 'highest'", r"\['high', 'high'\]", "None follows"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "error"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("function", [flash_attention, explain], ids=lambda function: function.__name__)
+def test_misuse_is_named(function, arguments, error):
+    kind, argument, expected, came, remedy = error
+    message = rf"^{argument}\b.*: expected.*{expected}.*got.*{came}.*; .*{remedy}"
+    with pytest.raises((TypeError, ValueError), match=message) as raised:
+        function(**{**TENSORS, **arguments})
+    assert raised.type is kind
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensor_that_is_no_array(name):
+    with pytest.raises(TypeError, match=rf"{name}: expected an array, got NoneType; convert it with jnp\.asarray"):
+        flash_attention(**{**TENSORS, name: None})
+
+
+@pytest.mark.parametrize("name", ["is_causal", "return_residual", "deterministic", "interpret"])
+def test_traced_flag(name):
+    with pytest.raises(TypeError, match=rf"{name}: expected a Python bool, got .*dtype bool; .*static under jit"):
+        jax.jit(lambda flag: flash_attention(**TENSORS, **{name: flag}))(True)
+
+
+@pytest.mark.parametrize("name", ["mask", "bias", "dropout_rate", "logits_soft_cap"])
+@pytest.mark.parametrize("function", [flash_attention, explain], ids=lambda function: function.__name__)
+def test_unknown_keyword(function, name):
+    with pytest.raises(TypeError, match=rf"unexpected keyword argument '{name}'"):
+        function(**TENSORS, **{name: None})
+
+
+@pytest.mark.parametrize("function", [flash_attention, explain], ids=lambda function: function.__name__)
+def test_options_are_keywords_only(function):
+    with pytest.raises(TypeError, match="positional argument"):
+        function(*TENSORS.values(), None)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        *(("block_q", n, "a power of two from 16 to 1024") for n in (0, 8, 48, 2048, -16)),
+        *(("block_k", n, "a power of two from 16 to 1024") for n in (0, 8, 48, 2048, -16)),
+        *(("num_warps", n, "a power of two from 1 to 16") for n in (0, 3, 32, -1)),
+        *(("num_stages", n, "an int from 1 to 8") for n in (0, 9, -1)),
+        *(("head_group", n, "an int from 1 to 1024") for n in (0, 1025, -1)),
+    ],
+)
+def test_blocks_out_of_range(field, value, expected):
+    with pytest.raises(ValueError, match=rf"^{field}: expected {expected}, got {value}; plan=None picks one$"):
+        Blocks(**{"block_q": 64, "block_k": 64, field: value})
+
+
+REFUSED = {
+    "no_gpu": ({"implementation": "triton"}, "implementation='triton' .*triton: no GPU .*'xla', or interpret=True"),
+    "plan_without_gpu": ({"plan": PLAN}, "implementation=None .*triton: no GPU .*xla: .*leave plan=None"),
+    "xla_plan": ({"implementation": "xla", "plan": PLAN}, "'xla' refuses .*xla: it has no block .*; leave plan=None"),
+    "xla_interpret": ({"implementation": "xla", "interpret": True}, "'xla' refuses .*interpret=True runs Pallas kernels"),
+    "wide": (
+        {"query": array(1, 1, 1, 257), "key": array(1, 1, 1, 257), "value": array(1, 1, 1, 8), "interpret": True},
+        "triton: the head dim of query is 257, at most 256 is supported; use more heads or implementation='xla'",
+    ),
+    "wide_value": (
+        {"value": array(B, S, K, 257), "implementation": "triton", "interpret": True},
+        "triton: the head dim of value is 257, at most 256 is supported; use more heads or implementation='xla'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "reason"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("function", [flash_attention, explain], ids=lambda function: function.__name__)
+def test_refusal_says_why(function, arguments, reason):
+    with pytest.raises(NotImplementedError, match=reason):
+        function(**{**TENSORS, **arguments})
+
+
+@pytest.mark.parametrize("function", [flash_attention, explain], ids=lambda function: function.__name__)
+def test_float64_is_not_for_kernels(function):
+    with jax.enable_x64(True):
+        tensors = {name: jnp.asarray(x, jnp.float64) for name, x in TENSORS.items()}
+        with pytest.raises(NotImplementedError, match=r"triton: float64 is not supported; .*implementation='xla'"):
+            function(**tensors, interpret=True)
+        assert explain(**tensors).implementation == "xla"
+
+
+def test_too_old_a_gpu():
+    with device("Tesla T4"):
+        with pytest.raises(NotImplementedError, match=r"capability 7\.5, 8\.0 \(Ampere\) or later is required"):
+            flash_attention(**TENSORS, implementation="triton")
+        assert explain(**shapes()).implementation == "xla"
+
+
+def test_unknown_gpu():
+    with device("NVIDIA Abacus"):
+        choice = explain(**shapes())
+    assert choice.implementation == "xla"
+    assert "unknown GPU" in choice.refusals["triton"] and "Abacus" in choice.refusals["triton"]
+
+
+def test_explain_without_a_gpu():
+    choice = explain(**TENSORS, is_causal=True, return_residual=True)
+    assert (choice.implementation, choice.plan, list(choice.refusals)) == ("xla", None, ["triton"])
+    header, triton, xla = str(choice).splitlines()
+    assert header.split() == ["implementation", "why"]
+    assert triton == f"triton                  {choice.refusals['triton']}" and "no GPU" in triton
+    assert xla == "xla             chosen  accepts"
+    assert header.index("why") == triton.index("no GPU") == xla.index("accepts")
+
+
+def test_explain_on_a_gpu():
+    with device("NVIDIA H200"):
+        choice = explain(**shapes(jnp.bfloat16))
+        named = explain(**shapes(jnp.bfloat16), implementation="xla")
+        planned = explain(**shapes(jnp.bfloat16), plan=PLAN)
+    assert (choice.implementation, dict(choice.refusals)) == ("triton", {})
+    _, triton, xla = str(choice).splitlines()
+    assert triton == f"triton          chosen  {choice.plan}"
+    assert xla.split() == ["xla", "accepts"]
+    assert (named.implementation, named.plan, dict(named.refusals)) == ("xla", None, {})
+    assert (planned.implementation, planned.plan, list(planned.refusals)) == ("triton", PLAN, ["xla"])
+
+
+def test_explain_interpreted():
+    choice = explain(**TENSORS, interpret=True)
+    assert (choice.implementation, list(choice.refusals)) == ("triton", ["xla"])
+    assert explain(**TENSORS, interpret=True, plan=PLAN).plan == PLAN
+
+
+GPUS = {
+    "NVIDIA A100-SXM4-80GB": 80,
+    "NVIDIA L4": 89,
+    "NVIDIA GeForce RTX 4090": 89,
+    "NVIDIA H200": 90,
+    "NVIDIA B200": 100,
+}
+DOTS = [(jnp.bfloat16, None, "half"), (jnp.float16, None, "half"),
+        (jnp.float32, None, "tf32"), (jnp.float32, "highest", "tf32x3")]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", GPUS)
+def test_plans_fit_the_gpu(kind):
+    available = 1024 * plan.SHARED_MEMORY[GPUS[kind]]
+    for head_dim, (dtype, precision, dots), is_causal, t in itertools.product(
+        (16, 64, 80, 128, 192, 256), DOTS, (False, True), (1, 100, 4096)
+    ):
+        with device(kind):
+            choice = explain(**shapes(dtype, t, head_dim), is_causal=is_causal, precision=precision)
+        if dots == "tf32x3" and head_dim > 128 and available < 128 * 1024:  # 16 rows of q, k, v and do, each split in two
+            assert f"dq kernel needs 131072 bytes of shared memory, the device has {available};" in str(choice)
+            continue
+        assert (choice.implementation, dict(choice.refusals)) == ("triton", {})
+        sizes = plan.Sizes(t, t, head_dim, head_dim, dots)
+        for kernel in ("forward", "dq", "dkv"):
+            blocks = getattr(choice.plan, kernel)
+            assert plan.shared_memory(kernel, blocks, sizes) <= available, (head_dim, dots, kernel)
+            assert max(blocks.block_q, blocks.block_k) <= max(128, t)
+
+
+def test_small_problems_get_small_tiles():
+    with device("NVIDIA H200"):
+        choice = explain(**shapes(jnp.bfloat16, t=20))
+    for blocks in (choice.plan.forward, choice.plan.dq, choice.plan.dkv):
+        assert max(blocks.block_q, blocks.block_k) <= 32
+
+
+# What must not be taken for misuse.
+
+
+def test_explain_takes_what_the_call_takes():
+    """Lists and NumPy's float64, which JAX reads as float32."""
+    expected = explain(**TENSORS)
+    assert explain(**{name: np.zeros(x.shape) for name, x in TENSORS.items()}) == expected
+    assert explain(**{name: np.zeros(x.shape).tolist() for name, x in TENSORS.items()}) == expected
+
+
+def test_numpy_scalars_are_numbers():
+    options = dict(is_causal=np.True_, scale=np.float32(0.5), local_window_size=np.int64(3), query_offset=np.int32(2))
+    lengths = dict(query_seq_lengths=[3, 4], key_value_seq_lengths=np.int64(2))
+    assert explain(**TENSORS, **options, **lengths) == explain(**TENSORS)
+
+
+@pytest.mark.parametrize("setting", ["bfloat16", "tensorfloat32", "float32", "BF16_BF16_F32_X3", "TF32_TF32_F32"])
+def test_any_default_matmul_precision_is_followed(setting):
+    with jax.default_matmul_precision(setting):
+        assert explain(**TENSORS).implementation == "xla"
+
+
+def attended(**options) -> np.ndarray:
+    """Which key each query attends to, read off an output: bool [T, S]."""
+    value = jnp.eye(S).reshape(1, S, 1, S)
+    query = key = jnp.zeros((1, S, 1, 1))
+    return np.asarray(flash_attention(query[:, :T], key, value, **options))[0, :, 0] > 0
+
+
+@pytest.mark.parametrize("bound", [2**31 - 1, 2**31, 2**40])
+def test_a_window_may_be_as_wide_as_one_likes(bound):
+    np.testing.assert_array_equal(attended(local_window_size=(bound, 0)), np.tri(T, S) > 0)
+    np.testing.assert_array_equal(attended(local_window_size=(0, bound)), np.tri(T, S, -1) == 0)
+
+
+@pytest.mark.parametrize("form", [int, jnp.int32])
+def test_offsets_are_any_int32(form):
+    assert attended(query_offset=form(2**31 - 1), is_causal=True).all()
+    assert not attended(query_offset=form(-(2**31)), is_causal=True).any()
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32, np.int64])
+def test_lengths_of_any_integer_dtype(dtype):
+    """Also where the limit, 300, does not fit into the dtype."""
+    query = jnp.ones((1, 300, 1, 1))
+    out = flash_attention(query, query, query, query_seq_lengths=np.array([100], dtype))
+    assert int((out > 0).sum()) == 100

@@ -1,0 +1,130 @@
+"""On a GPU: the compiled kernels at real sizes. Run with `pytest -m gpu`."""
+
+import functools
+
+import checks
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import LARGE, SMALL, Case
+
+from pallas_flash import explain, flash_attention
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("case", [*LARGE, *SMALL], ids=str)
+def test_triton_matches_oracle(case):
+    """Outputs, residual and gradients; float32 with the three-product dots, whose error is that of float32."""
+    attention = functools.partial(
+        flash_attention, return_residual=True, implementation="triton", precision="highest", **case.options()
+    )
+    checks.check(case, attention)
+
+
+@pytest.mark.parametrize("case", [c for c in LARGE if c.dtype == "float32"], ids=str)
+def test_triton_tf32_matches_oracle(case):
+    """The default precision of float32, against the dense computation at the default precision."""
+    attention = functools.partial(flash_attention, return_residual=True, implementation="triton", **case.options())
+    checks.check(case, attention, precision=None)
+
+
+@pytest.mark.parametrize("case", [c for c in LARGE if c.T * c.S * c.N < 10e6], ids=str)
+def test_xla_matches_oracle(case):
+    attention = functools.partial(
+        flash_attention, return_residual=True, implementation="xla", precision="highest", **case.options()
+    )
+    checks.check(case, attention)
+
+
+def test_default_is_triton():
+    q = jax.ShapeDtypeStruct((2, 1024, 8, 64), jnp.bfloat16)
+    assert explain(q, q, q).implementation == "triton"
+
+
+@pytest.mark.parametrize(
+    "name", ["h64_causal_bfloat16", "h128_causal_bfloat16", "everything_bf16", "lengths_bf16", "fp32_ragged"]
+)
+def test_bitwise_repeats(name):
+    """Output and gradients are the same bits in 10 runs, with other work and other memory in between."""
+    case = next(c for c in LARGE if c.name == name)
+    arrays = checks.inputs(case)
+    attention = functools.partial(flash_attention, return_residual=True, deterministic=True, **case.options())
+    first = checks.evaluate(attention, arrays)
+    for run in range(9):
+        jnp.full((1 << 20,), float(run)).block_until_ready()  # moves the next results elsewhere
+        for ours, before in zip(checks.evaluate(attention, arrays), first, strict=True):
+            assert np.array_equal(ours, before)
+
+
+def test_garbage_around_the_arrays_is_not_read():
+    """Ragged tiles reach beyond the arrays: the result must not depend on what the memory there holds."""
+    case = Case("ragged", B=1, T=301, S=277, N=3, K=1, H=72, dtype="bfloat16")
+    arrays = checks.inputs(case)
+    results = []
+    for fill in (np.nan, 1e30):
+        poison = [jnp.full((1 << 18,), fill, jnp.bfloat16) for _ in range(64)]
+        jax.block_until_ready(poison)
+        del poison
+        results.append(checks.evaluate(functools.partial(flash_attention, return_residual=True), arrays))
+    for a, b in zip(*results, strict=True):
+        assert np.array_equal(a, b)
+
+
+def test_padding_may_hold_nan_and_inf():
+    case = Case(
+        "padding",
+        T=300,
+        S=260,
+        N=4,
+        K=2,
+        H=64,
+        dtype="bfloat16",
+        key_value_seq_lengths=(100, 259),
+        query_seq_lengths=(300, 77),
+    )
+    q, k, v, do, dlse = checks.inputs(case)
+    k, v = k.at[0, 100:].set(jnp.inf), v.at[0, 100:].set(jnp.nan)
+    q, do = q.at[1, 77:].set(jnp.nan), do.at[1, 77:].set(jnp.nan)
+    out, _, dq, dk, dv = checks.evaluate(
+        functools.partial(flash_attention, return_residual=True, implementation="triton", **case.options()),
+        [q, k, v, do, dlse],
+    )
+    for x in (out, dq, dk, dv):
+        assert np.isfinite(x).all()
+    assert not dk[0, 100:].any() and not dv[0, 100:].any() and not dq[1, 77:].any() and not out[1, 77:].any()
+
+
+@pytest.mark.parametrize("B,T,N,H", [(70_000, 32, 1, 16), (1, 4_300, 4_000, 128)], ids=["batch", "heads"])
+def test_many_programs_and_elements(B, T, N, H):
+    """More than 65,535 batch entries; more than 2³¹ elements. Compared with the same call on the last slice."""
+    q = jax.random.normal(jax.random.key(0), (B, T, N, H), jnp.bfloat16)
+    loss = jax.jit(
+        jax.grad(lambda q, k, v: jnp.sum(flash_attention(q, k, v, is_causal=True).astype(jnp.float32)), (0, 1, 2))
+    )
+    part = (slice(B - 1, None), slice(None), slice(N - 1, None))
+    whole = [x[part] for x in (flash_attention(q, q, q, is_causal=True), *loss(q, q, q))]
+    last = q[part]
+    small = [flash_attention(last, last, last, is_causal=True), *loss(last, last, last)]
+    for a, b in zip(whole, small, strict=True):
+        assert np.array_equal(a, b)
+
+
+def test_long_sequence_with_large_logits():
+    """T = 131,072: every output is a mean of values, so ones stay ones, and the residual is finite."""
+    q = 40 * jax.random.normal(jax.random.key(0), (1, 131_072, 1, 64), jnp.bfloat16)
+    k = jax.random.normal(jax.random.key(1), q.shape, q.dtype)
+    out, residual = flash_attention(q, k, jnp.ones_like(k), is_causal=True, return_residual=True)
+    assert np.allclose(np.asarray(out, np.float32), 1, atol=2 * float(jnp.finfo(q.dtype).eps))
+    assert np.isfinite(residual).all()
+
+
+@pytest.mark.parametrize("num_warps", [4, 8])
+def test_toolchain(num_warps):
+    """All-ones inputs give exactly ones: a compiler once miscompiled two chained dots (openxla/xla#19780)."""
+    from pallas_flash import Blocks, Plan
+
+    blocks = Blocks(128, 64, num_warps)
+    ones = jnp.ones((1, 128, 1, 64), jnp.bfloat16)
+    assert (flash_attention(ones, ones, ones, plan=Plan(blocks, blocks, blocks)) == 1).all()

@@ -1,0 +1,205 @@
+"""The oracle is right: finite differences, jax.nn, and the rules it must obey where jax.nn says otherwise."""
+
+import itertools
+
+import dense
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+B, T, S, N, K, H, Hv = 2, 5, 6, 4, 2, 3, 2
+OPTIONS = {
+    "plain": {},
+    "scale": {"scale": -0.7},
+    "zero_scale": {"scale": 0.0},
+    "causal": {"is_causal": True},
+    "offset": {"is_causal": True, "query_offset": 1},
+    "empty_rows": {"is_causal": True, "query_offset": -2},
+    "offset_per_batch": {"is_causal": True, "query_offset": (2, -1)},
+    "window": {"local_window_size": (1, 2)},
+    "window_int": {"local_window_size": 1, "query_offset": (0, 3)},
+    "window_open": {"local_window_size": (None, 0)},
+    "window_causal": {"local_window_size": (2, 2), "is_causal": True},
+    "lengths": {"query_seq_lengths": (5, 2), "key_value_seq_lengths": (3, 6)},
+    "no_keys": {"query_seq_lengths": (4, 5), "key_value_seq_lengths": (0, 4)},
+    "everything": {
+        "scale": 0.4,
+        "is_causal": True,
+        "local_window_size": (2, 1),
+        "query_offset": (1, 0),
+        "query_seq_lengths": (4, 5),
+        "key_value_seq_lengths": (6, 3),
+    },
+}
+every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+def draw(*shapes: tuple[int, ...], seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape) for shape in shapes]
+
+
+def tensors() -> list[np.ndarray]:
+    """query, key, value, d_out and d_residual."""
+    return draw((B, T, N, H), (B, S, K, H), (B, S, K, Hv), (B, T, N, Hv), (B, T, N))
+
+
+def pulled(query, key, value, d_out, d_residual, **options) -> float:
+    """What `oracle.gradients` differentiates."""
+    out, residual = oracle.attend(query, key, value, **options)
+    return np.sum(out * d_out) + np.sum(np.where(np.isneginf(residual), 0, residual) * d_residual)
+
+
+@every_option
+def test_gradients_are_finite_differences(options):
+    *inputs, d_out, d_residual = tensors()
+    scale = options.get("scale", H**-0.5)
+    options = {**options, "scale": scale}
+    *d_inputs, dscale = oracle.gradients(*inputs, d_out, d_residual, **options)
+    step = 1e-5  # truncation and cancellation are both about 1e-10 then
+
+    def slope(upper: float, lower: float) -> float:
+        return (upper - lower) / (2 * step)
+
+    for array, gradient in zip(inputs, d_inputs, strict=True):
+        for index in np.ndindex(array.shape):
+            ends, was = [], array[index]
+            for move in (step, -step):
+                array[index] = was + move
+                ends.append(pulled(*inputs, d_out, d_residual, **options))
+            array[index] = was
+            np.testing.assert_allclose(gradient[index], slope(*ends), rtol=0, atol=2e-9)
+    ends = [pulled(*inputs, d_out, d_residual, **{**options, "scale": scale + move}) for move in (step, -step)]
+    np.testing.assert_allclose(dscale, slope(*ends), rtol=0, atol=2e-9)
+
+
+JAX_NN = [
+    {},
+    {"scale": 0.3},
+    {"is_causal": True},
+    {"local_window_size": (1, 2)},
+    {"local_window_size": 1},
+    {"local_window_size": (2, 2), "is_causal": True},
+    {"query_seq_lengths": (5, 2), "key_value_seq_lengths": (3, 6)},
+]
+
+
+@pytest.mark.parametrize("options", JAX_NN, ids=str)
+def test_agrees_with_jax_nn(options):
+    """Up to rows that attend to nothing, to which jax.nn gives the mean; it drops the residual's cotangent."""
+    *inputs, d_out = draw((B, T, N, H), (B, S, K, H), (B, S, K, H), (B, T, N, H))
+    out, residual = oracle.attend(*inputs, **options)
+    rows = np.isfinite(residual)
+    d_out = np.where(rows[..., None], d_out, 0)
+    lengths = {name: np.asarray(n, np.int32) for name, n in options.items() if "lengths" in name}
+
+    def attend(query, key, value):
+        return jax.nn.dot_product_attention(query, key, value, return_residual=True, **{**options, **lengths})
+
+    single = [jnp.asarray(x, jnp.float32) for x in inputs]
+    [found, lse], pull = jax.vjp(attend, *single)
+    gradients = pull((jnp.asarray(d_out, jnp.float32), jnp.zeros_like(lse)))
+    *exact_gradients, _ = oracle.gradients(*inputs, d_out, np.zeros(rows.shape), **options)
+    # Measured: up to 2.5 roundings of the largest number, from sums of at most 24 products.
+    tolerance = 5 * np.finfo(np.float32).eps
+    np.testing.assert_allclose(np.where(rows[..., None], found, 0), out, rtol=0, atol=tolerance * np.abs(out).max())
+    np.testing.assert_allclose(lse[rows], residual[rows], rtol=0, atol=tolerance * np.abs(residual[rows]).max())
+    for result, expected in zip(gradients, exact_gradients, strict=True):
+        np.testing.assert_allclose(result, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+
+@every_option
+def test_dense_is_the_oracle_in_float64(options):
+    *inputs, d_out, d_residual = tensors()
+    expected = *oracle.attend(*inputs, **options), *oracle.gradients(*inputs, d_out, d_residual, **options)
+    options = dict(options)
+    scale = options.pop("scale", H**-0.5)
+    with jax.enable_x64(True):
+        result, pull = jax.vjp(lambda *xs: dense.attend(*xs[:3], np.float64, scale=xs[3], **options), *inputs, scale)
+        gradients = pull((d_out, np.where(np.isneginf(expected[1]), np.nan, d_residual)))
+        for found, exact in zip((*result, *gradients), expected, strict=True):
+            assert found.dtype == np.float64
+            np.testing.assert_allclose(found, exact, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_dense_computes_in_its_dtype(dtype):
+    query, key, value, *_ = (x.astype(dtype) for x in tensors())
+    out, residual = dense.attend(query, key, value, dtype)
+    assert (out.dtype, residual.dtype) == (dtype, jnp.float32)
+    exact_out, exact_residual = oracle.attend(query, key, value)
+    error = np.abs(out.astype(jnp.float32) - exact_out).max() / np.abs(exact_out).max()
+    eps = float(jnp.finfo(dtype).eps)
+    assert eps / 16 < error < 2 * eps  # rounds to the dtype, and no more than probabilities and output
+    np.testing.assert_allclose(residual, exact_residual, rtol=8 * np.finfo(np.float32).eps)  # scores stay in float32
+
+
+def test_a_row_by_hand():
+    """Logits log 1, log 2 and log 5 over values 8, 16 and 24: the output is (1·8 + 2·16 + 5·24) / 8."""
+    key = np.log([1.0, 2.0, 5.0]).reshape(1, 3, 1, 1)
+    value = np.array([8.0, 16.0, 24.0]).reshape(1, 3, 1, 1)
+    query = np.full((1, 2, 1, 1), 2.0)
+    out, residual = oracle.attend(query, key, value, scale=0.5, is_causal=True, query_offset=1)
+    np.testing.assert_allclose(out[0, :, 0, 0], [(8 + 2 * 16) / 3, 20], rtol=1e-15)
+    np.testing.assert_allclose(residual[0, :, 0], np.log([3, 8]), rtol=1e-15)
+
+
+def by_definition(t: int, u: int, b: int, options: dict) -> bool:
+    """Whether query t attends to key u in batch entry b, one score at a time."""
+
+    def entry(name: str, default: int) -> int:
+        given = options.get(name, default)
+        return given[b] if isinstance(given, tuple) else given
+
+    window = options.get("local_window_size")
+    left, right = window if isinstance(window, tuple) else (window, window)
+    distance = u - (t + entry("query_offset", 0))
+    return (
+        t < entry("query_seq_lengths", T)
+        and u < entry("key_value_seq_lengths", S)
+        and (distance <= 0 or not options.get("is_causal", False))
+        and (left is None or distance >= -left)
+        and (right is None or distance <= right)
+    )
+
+
+@every_option
+def test_kept_by_definition(options):
+    mask = oracle.kept(B, T, S, **{name: value for name, value in options.items() if name != "scale"})
+    for b, t, u in itertools.product(range(B), range(T), range(S)):
+        assert mask[b, t, u] == by_definition(t, u, b, options)
+
+
+@pytest.mark.parametrize("name", ["empty_rows", "offset_per_batch", "lengths", "no_keys", "everything"])
+@pytest.mark.parametrize("attend", ["oracle", "dense"])
+def test_what_takes_no_part_is_never_read(name, attend):
+    options = OPTIONS[name]
+    mask = oracle.kept(B, T, S, **{name: value for name, value in options.items() if name != "scale"})
+    rows, columns = mask.any(2), mask.any(1)
+    assert not rows.all() or not columns.all()
+    clean = tensors()
+    spoiled = [np.where(part.reshape(*part.shape, *[1] * (x.ndim - 2)), x, np.nan)
+               for x, part in zip(clean, (rows, columns, columns, rows, rows), strict=True)]  # fmt: skip
+    if attend == "dense":
+        result, expected = (dense.attend(*x[:3], np.float32, **options) for x in (spoiled, clean))
+    else:
+        result, expected = (
+            (*oracle.attend(*x[:3], **options), *oracle.gradients(*x, **options)) for x in (spoiled, clean)
+        )
+        dq, dk, dv, _ = result[2:]
+        assert not dq[~rows].any() and not dk[~columns].any() and not dv[~columns].any()
+    for found, exact in zip(result, expected, strict=True):
+        np.testing.assert_array_equal(found, exact)
+    assert not result[0][~rows].any()
+    assert np.isneginf(result[1][~rows]).all() and np.isfinite(result[1][rows]).all()
+
+
+def test_sizes_of_zero():
+    for size in itertools.product((0, 2), repeat=3):
+        b, t, s = size
+        out, residual = oracle.attend(np.ones((b, t, 2, 3)), np.ones((b, s, 1, 3)), np.ones((b, s, 1, 2)))
+        assert out.shape == (b, t, 2, 2)
+        np.testing.assert_allclose(out, 1 if s else 0, rtol=1e-15)
+        assert np.isneginf(residual).all() == (s == 0 or residual.size == 0)

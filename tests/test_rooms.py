@@ -1,0 +1,194 @@
+"""Each file imports only from rooms below it (design.md, section 3), names no foreign compiler, and stays short."""
+
+import ast
+import importlib.util
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+LIBRARY = "pallas_flash"
+
+TRITON = ["kernels.triton.launch", "masks", "plan", "problem", "softmax", "tile"]
+MAY_IMPORT = {
+    "tile": [],
+    "masks": ["tile"],
+    "softmax": [],
+    "plan": [],
+    "problem": ["masks", "plan"],
+    "xla": ["masks", "softmax", "problem", "tile"],
+    "kernels": [],
+    "kernels.triton.launch": ["masks", "plan", "problem", "softmax", "tile"],
+    "kernels.triton.forward": TRITON,
+    "kernels.triton.backward": TRITON,
+    "kernels.triton": ["kernels.triton.launch", "kernels.triton.forward", "kernels.triton.backward"],
+    "dispatch": ["plan", "problem"],
+    "vjp": ["dispatch", "problem"],
+    "api": ["dispatch", "plan", "problem", "vjp"],
+    "testing": ["", "api", "softmax"],
+    "": ["api", "dispatch", "plan", "problem", "softmax", "vjp"],
+}
+"""Room → rooms whose modules it may import; "" is the package itself, its public names. A file without a row fails."""
+
+MAY_LOAD = {"dispatch": ["kernels.triton", "xla"]}
+"""Room → rooms that it imports by name when first used."""
+
+INTERNALS = {"kernels.triton.launch"}
+"""Rooms that may use jax._src and Pallas' Triton module."""
+
+NAMES_COMPILERS = {"dispatch", "problem", "api"}
+"""Rooms outside kernels/ that name implementations."""
+
+
+def room(path: pathlib.Path) -> str:
+    """`pallas_flash/kernels/triton/launch.py` → `kernels.triton.launch`; a package's `__init__.py` has its name."""
+    parts = path.relative_to(ROOT / LIBRARY).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {room(path): path for path in sorted((ROOT / LIBRARY).rglob("*.py"))}
+LAYERS = sorted((ROOT / "flax_layers").rglob("*.py"))
+every_room = pytest.mark.parametrize("name", FILES)
+
+
+def parse(path: pathlib.Path) -> ast.Module:
+    """The file without its docstrings, those of attributes included; comments are no part of a tree."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        for field in ("body", "orelse", "finalbody"):
+            if isinstance(statements := getattr(node, field, None), list):
+                setattr(node, field, [s for s in statements if not _is_text(s)])
+    return tree
+
+
+def _is_text(statement: ast.AST) -> bool:
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
+
+
+def is_module(name: str) -> bool:
+    """Whether a dotted name below the library or jax is a module, rather than something inside one."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def imports(path: pathlib.Path) -> Iterator[str]:
+    """Full names of the modules that a file imports anything from, wherever in it."""
+    package = [*path.relative_to(ROOT).parent.parts]
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                full = f"{source}.{alias.name}"
+                yield full if is_module(full) else source
+
+
+def loads(path: pathlib.Path) -> Iterator[str]:
+    """Names of the library's modules inside strings, with which they can be imported later."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(f"{LIBRARY}."):
+            yield node.value
+
+
+def words(path: pathlib.Path) -> Iterator[str]:
+    """Every identifier, imported name and string of a file's code."""
+    for node in ast.walk(parse(path)):
+        for _, value in ast.iter_fields(node):
+            yield from (item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str))
+
+
+def inner(modules: Iterator[str]) -> set[str]:
+    """The library's rooms among modules."""
+    return {m.removeprefix(LIBRARY).removeprefix(".") for m in modules if m == LIBRARY or m.startswith(f"{LIBRARY}.")}
+
+
+@every_room
+def test_imports_only_rooms_below(name):
+    assert name in MAY_IMPORT, f"{name} has no row in the table of rooms; say there what it may import"
+    assert inner(imports(FILES[name])) <= set(MAY_IMPORT[name])
+    assert inner(loads(FILES[name])) <= set(MAY_LOAD.get(name, []))
+
+
+def test_rooms_are_in_an_order():
+    """No room leads back to itself; `testing` stands on top of the package, which does not know it."""
+    below, left = {"dispatch": MAY_LOAD["dispatch"]}, dict(MAY_IMPORT)
+    while left:
+        lowest = [r for r, above in left.items() if not {*above, *below.get(r, [])} & left.keys()]
+        assert lowest, f"each of these needs another: {sorted(left)}"
+        for name in lowest:
+            del left[name]
+
+
+@pytest.mark.parametrize("path", LAYERS, ids=lambda path: path.stem)
+def test_layers_import_public_names_only(path):
+    public = {"", *(["testing"] if path.stem == "testing" else [])}
+    assert inner(imports(path)) <= public
+    assert not [word for word in words(path) if "jax._src" in word or word == "_src"]
+    for node in ast.walk(parse(path)):  # also not as an attribute of the package
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == LIBRARY:
+            assert node.attr not in MAY_IMPORT
+
+
+@every_room
+def test_only_the_launch_layer_reaches_into_jax(name):
+    path = FILES[name]
+    reached = {m for m in imports(path) if m.startswith(("jax._src", "jax.experimental.pallas.triton"))}
+    private = {word for word in words(path) if word == "_src" or "jax._src" in word or "pallas.triton" in word}
+    private -= {f"{LIBRARY}.{other}" for other in MAY_IMPORT}
+    assert name in INTERNALS or not reached | {word for word in private if not word.startswith(LIBRARY)}
+
+
+@every_room
+def test_no_room_but_the_kernels_names_a_compiler(name):
+    named = {word for word in words(FILES[name]) if "triton" in word.lower() or "mosaic" in word.lower()}
+    assert name.startswith("kernels") or name in NAMES_COMPILERS or not named
+
+
+@pytest.mark.parametrize("path", [*FILES.values(), *LAYERS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_are_short(path):
+    assert len(path.read_text().splitlines()) <= 400
+
+
+def functions(tree: ast.AST, prefix: str) -> list[ast.FunctionDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith(prefix)]
+
+
+def length(function: ast.FunctionDef) -> int:
+    return function.end_lineno - function.lineno + 1
+
+
+def test_kernels_are_short():
+    bodies = [f for name, path in FILES.items() if name.startswith("kernels") for f in functions(parse(path), "flash_")]
+    assert {"flash_forward", "flash_dq", "flash_dkv"} <= {body.name for body in bodies}
+    for body in bodies:
+        assert length(body) <= 60, body.name
+        steps = functions(body, "step")
+        assert steps, f"{body.name} has no step"
+        assert all(length(step) <= 16 for step in steps), body.name
+
+
+def test_what_these_tests_read(tmp_path, monkeypatch):
+    """The reader itself finds imports and words of every form, and no docstrings."""
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
+    path = tmp_path / LIBRARY / "kernels" / "probe.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        '"""mosaic"""\nfrom pallas_flash import masks, merge\nfrom ..plan import Plan\nfrom . import triton\n'
+        "import pallas_flash.vjp as gradient\nfrom jax.experimental.pallas import triton as plt\n"
+        "def f():\n    '''mosaic'''\n    import jax._src.core\n    return jax._src.x, 'pallas_flash.api'  # mosaic\n"
+        'X = 1\n"""mosaic"""\n'
+    )
+    assert inner(imports(path)) == {"masks", "", "plan", "kernels.triton", "vjp"}
+    assert {"jax.experimental.pallas.triton", "jax._src.core"} <= set(imports(path))
+    assert list(loads(path)) == ["pallas_flash.api"]
+    assert {"Plan", "gradient", "plt", "_src", "x", "pallas_flash.api", "X"} <= set(words(path))
+    assert "mosaic" not in " ".join(words(path))
