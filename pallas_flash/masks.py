@@ -15,16 +15,16 @@ compiles no code for them.
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from pallas_flash.tile import Tile
 
-Index = int | Array | np.ndarray
+Index = int | Array
+Leaf = Any  # of a pytree: an int32 array, or what JAX's transformations put in its place
 Carry = TypeVar("Carry")
 
 
@@ -83,12 +83,12 @@ class Band(Mask):
     Attributes:
         lo: Smallest distance kept; None: unbounded.
         hi: Largest distance kept; None: unbounded.
-        offset: int32 scalar (of one batch entry) or array over the batch; None: 0.
+        offset: int32, scalar (of one batch entry) or array over the batch; None: 0.
     """
 
     lo: int | None = dataclasses.field(metadata={"static": True})
     hi: int | None = dataclasses.field(metadata={"static": True})
-    offset: Index | None = None
+    offset: Leaf = None
 
     @property
     def _edges(self) -> tuple[Index | None, Index | None]:
@@ -140,12 +140,12 @@ class Lengths(Mask):
     """Keeps a score when `q < q_len` and `k < k_len` (eq. 22); None: no bound on that side.
 
     Attributes:
-        q_len: Number of queries: int, int32 scalar (of one batch entry) or array over the batch.
+        q_len: Number of queries: int, or int32, scalar (of one batch entry) or array over the batch.
         k_len: Number of keys, likewise.
     """
 
-    q_len: Index | None = None
-    k_len: Index | None = None
+    q_len: Leaf = None
+    k_len: Leaf = None
 
     @property
     def T(self) -> "Lengths":
@@ -173,8 +173,8 @@ class Lengths(Mask):
 class Both(Mask):
     """Keeps what both masks keep. `narrow` is exact when `first` clips whole rows and columns (Lengths do)."""
 
-    first: Mask
-    second: Mask
+    first: Any
+    second: Any
 
     @property
     def T(self) -> "Both":

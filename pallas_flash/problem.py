@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from pallas_flash.masks import Band, Lengths, Mask
+from pallas_flash.masks import Band, Lengths
 from pallas_flash.plan import Plan
 
 IMPLEMENTATIONS = ("triton", "xla")
@@ -30,7 +30,7 @@ class Problem:
     implementation can hand each program the scalars of its batch entry by indexing every leaf the same way.
 
     Attributes:
-        mask: Which scores count, beyond the array bounds T and S.
+        mask: `masks.Mask`: which scores count, beyond the array bounds T and S.
         scale: float32 [B] when the user's scale is traced, else None.
         static_scale: The scale when it is not traced.
         B, T, S, N, K, H, Hv: Sizes, in jax.nn's letters.
@@ -41,8 +41,8 @@ class Problem:
         interpret: Whether Pallas kernels run in interpret mode.
     """
 
-    mask: Mask
-    scale: Array | None
+    mask: Any
+    scale: Any
     static_scale: float = _static()
     B: int = _static()
     T: int = _static()

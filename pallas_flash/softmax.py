@@ -26,7 +26,7 @@ class Elementary(NamedTuple):
     """
 
     exp2: Callable[[Array], Array] = jnp.exp2
-    fma_exp2: Callable[[Array, Array, Array], Array] = lambda a, b, c: jnp.exp2(a * b + c)
+    fma_exp2: Callable[[Array, ArrayLike, Array], Array] = lambda a, b, c: jnp.exp2(a * b + c)
 
 
 PLAIN = Elementary()

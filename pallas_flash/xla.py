@@ -66,17 +66,17 @@ def _rows(problem: Problem, k_blocks: Array, v_blocks: Array, i: Array, q: Array
     seen = masks.visit(mask, Span(i * block_q, (i + 1) * block_q), Span(0, problem.S), block_k)
     state = q.dtype
     queries, keys = masks.used(mask, problem.T, problem.S)
-    sign, c = softmax.base2(problem.any_scale)
+    c = problem.any_scale * softmax.LOG2E
     dot = functools.partial(jnp.einsum, precision=problem.precision, preferred_element_type=state)
     inputs = jnp.dtype(problem.dtype)
-    q = jnp.where(queries.holds(_ids(i, block_q)), softmax.signed(sign, q), 0).astype(inputs)
+    q = jnp.where(queries.holds(_ids(i, block_q)), q, 0).astype(inputs)
 
     def step(run: softmax.Running, j: Array, k: Array, v: Array) -> softmax.Running:
         inside = keys.holds(_ids(j, block_k))  # what is stored elsewhere, NaN included, counts as 0
         k, v = (jnp.where(inside, x, 0).astype(inputs)[:, :, 0] for x in (k, v))
         keep = mask.keep(Tile.at(i * block_q, block_q, j * block_k, block_k))
-        s = dot("bkgqh,bksh->bkgqs", q, k)
-        return softmax.update(run, s, keep, c, lambda p: dot("bkgqs,bksh->bkgqh", p.astype(inputs), v))
+        s2 = dot("bkgqh,bksh->bkgqs", q, k) * c
+        return softmax.update(run, s2, keep, 1.0, lambda p: dot("bkgqs,bksh->bkgqh", p.astype(inputs), v))
 
     step = _rematerialised_if(len(k_blocks) > 1, step)
 

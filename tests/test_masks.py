@@ -28,7 +28,7 @@ def bands(draw, nonempty: bool = False) -> Band:
     lo, hi = draw(distances), draw(distances)
     if nonempty and lo is not None and hi is not None:
         lo, hi = min(lo, hi), max(lo, hi)
-    return Band(lo, hi)
+    return Band(lo, hi, draw(st.none() | st.integers(-SIZE, SIZE)))
 
 
 @st.composite
@@ -55,9 +55,9 @@ blocks = st.integers(1, 9)
 
 
 def formula(mask: Mask, row: int, column: int) -> bool:
-    """Whether one score is kept (eqs. 21 and 22, without offset)."""
+    """Whether one score is kept (eqs. 21 and 22)."""
     if isinstance(mask, Band):
-        distance = column - row
+        distance = column - row - (mask.offset or 0)
         return (mask.lo is None or mask.lo <= distance) and (mask.hi is None or distance <= mask.hi)
     if isinstance(mask, Lengths):
         return (mask.q_len is None or row < mask.q_len) and (mask.k_len is None or column < mask.k_len)
@@ -297,10 +297,28 @@ def test_walk_with_static_ends(seen):
     ids=str,
 )
 def test_what_is_static_compiles_no_code(mask, S, compiled):
+    """Rows are traced, as in a kernel."""
+
     def seen(first) -> Visit:
         return masks.visit(mask, Span(first, first + 8), Span(0, S), 8)
 
     assert flags_compiled(seen, jnp.int32(0)) == compiled
+
+
+def test_traced_lengths_leave_the_beginning_static():
+    """So that no code is compiled for edges on the left."""
+
+    def seen(length) -> Visit:
+        visit = masks.visit(Lengths(None, length) & Band(None, None), Span(0, 8), Span(0, SIZE), 8)
+        assert_python_ints(visit.start, visit.full_start)
+        return visit
+
+    assert [jax.jit(seen)(length) for length in (0, 5, 16, 21)] == [
+        (0, 0, 0, 0),
+        (0, 0, 0, 1),
+        (0, 0, 2, 2),
+        (0, 0, 2, 3),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -254,6 +254,21 @@ def test_gradients_through_merge_are_those_of_the_whole(seed, ends):
     assert_same(found, expected, 8)
 
 
+@properties
+@given(seeds, cuts)
+def test_gradients_of_merge_by_its_parts(seed, ends):
+    """By eq. 11, with weights w = exp(lse_part - lse): w·do, and w·(do·(o_part - o) + dlse); 0 for an empty part."""
+    parts = partial_results(seed, ends)
+    rng = np.random.default_rng(seed)
+    do, dlse = rng.standard_normal((1, ROWS, 1, WIDTH), np.float32), rng.standard_normal((1, ROWS, 1), np.float32)
+    gradients = jax.vjp(merge, *parts)[1]((do, dlse))
+    out, lse = whole(seed)
+    for (o, part_lse), found in zip(parts, gradients, strict=True):
+        w = np.exp(part_lse - np.where(np.isneginf(lse), 0, lse))
+        assert_same(found, (w[..., None] * do, w * (np.sum(do * (o - out), -1) + dlse)), 4)
+        assert not any(d[np.isneginf(part_lse)].any() for d in found)
+
+
 def test_merge_keeps_the_dtype_of_outputs():
     (o1, lse1), (o2, lse2) = partial_results(6, [0, 3, COLUMNS])
     out, lse = merge((o1.astype(jnp.bfloat16), lse1), (o2.astype(jnp.bfloat16), lse2))

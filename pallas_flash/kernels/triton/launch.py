@@ -16,6 +16,7 @@ from jax._src.pallas.triton.pallas_call_registration import pallas_call_lowering
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jax.extend.pallas import register_lowering_rule
+from jax.typing import ArrayLike
 
 from pallas_flash import plan as plans
 from pallas_flash.masks import Lengths, Mask, Span
@@ -251,13 +252,13 @@ def elementary(problem: Problem) -> Elementary:
     return Elementary() if problem.interpret else _HARDWARE
 
 
-def _assembly(instructions: str, *args: Array) -> Array:
+def _assembly(instructions: str, *args: ArrayLike) -> Array:
     """float32 inline PTX, element by element over the broadcast of `args`; `$0` is the result."""
-    args = jnp.broadcast_arrays(*(jnp.asarray(arg, jnp.float32) for arg in args))
-    shape = jax.ShapeDtypeStruct(args[0].shape, jnp.float32)
+    tiles = jnp.broadcast_arrays(*(jnp.asarray(arg, jnp.float32) for arg in args))
+    shape = jax.ShapeDtypeStruct(tiles[0].shape, jnp.float32)
     constraints = ",".join(["=f"] + ["f"] * len(args))
     return plt.elementwise_inline_asm(
-        instructions, args=args, constraints=constraints, pack=1, result_shape_dtypes=[shape]
+        instructions, args=tiles, constraints=constraints, pack=1, result_shape_dtypes=[shape]
     )[0]
 
 
