@@ -17,7 +17,7 @@ class Implementation:
         name: As in the argument `implementation`.
         refusal: problem → why it is refused, forward or backward; None: accepted.
         forward: problem, q, k, v → output [B, T, N, Hv] and natural log-sum-exp [B, N, T].
-        backward: problem, q, k, v, lse, do, delta → dq, dk, dv; None: `forward` is differentiated by JAX.
+        backward: problem, q, k, v, lse, do, delta → dq, dk, dv, and [B] for a traced scale; None: `forward` is differentiated by JAX.
         plan: problem → block sizes; None: it has none.
     """
 

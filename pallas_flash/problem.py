@@ -68,11 +68,6 @@ class Problem:
         return self.static_scale if self.scale is None else self.scale
 
     @property
-    def gradient_scale(self) -> float:
-        """What a kernel multiplies dq and dk with. A traced scale is left to `vjp.py`, which needs the gradients without it."""
-        return self.static_scale if self.scale is None else 1.0
-
-    @property
     def is_empty(self) -> bool:
         """Whether there is no score at all, so that every output row is 0."""
         return 0 in (self.B, self.T, self.S, self.N, self.H, self.Hv)

@@ -94,7 +94,7 @@ def finish(run: Running) -> tuple[Array, Array]:
     empty = run.l == 0
     l = jnp.where(empty, 1.0, run.l)  # noqa: E741
     lse = jnp.where(empty, -jnp.inf, (run.m + jnp.log2(l)) * LN2)
-    return run.acc * (1.0 / l)[..., None], lse
+    return jnp.where(empty[..., None], 0.0, run.acc * (1.0 / l)[..., None]), lse
 
 
 def recompute(s: Array, keep: Array | None, c: ArrayLike, lse2: Array, fast: Elementary) -> Array:

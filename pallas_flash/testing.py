@@ -55,8 +55,9 @@ def compare(
 ) -> list[Comparison]:
     """Compares `flash_attention` with `jax.nn.dot_product_attention`, output and gradients.
 
-    The reference is jax.nn in float64; the tolerance comes from the error of jax.nn in the inputs' dtype. Every row must
-    have a key to attend to: otherwise the two differ by design.
+    The reference is jax.nn in float64 (whose softmax stays float32, so that against float32 inputs it has some rounding
+    of its own); the tolerance comes from the error of jax.nn in the inputs' dtype. Every row must have a key to attend
+    to: otherwise the two differ by design.
 
     Args:
         query, key, value: As for `flash_attention`, with one batch axis and Hv = H.

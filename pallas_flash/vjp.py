@@ -45,22 +45,24 @@ def _backward(residuals, cotangents):
     do, dlse = cotangents
     rows = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), -1)
     delta = jnp.swapaxes(rows, 1, 2) - dlse  # eq. 15
-    dq, dk, dv = dispatch.named(problem.implementation).backward(problem, q, k, v, lse, do, delta)
-    d_scale = None
-    if problem.scale is not None:
-        d_scale = jnp.einsum("btnh,btnh->b", q, dq, preferred_element_type=jnp.float32)  # eq. 19
-        dq, dk = (_scaled(x, problem.scale) for x in (dq, dk))
-    return _cotangent(problem, d_scale), dq, dk, dv
-
-
-def _scaled(x: Array, scale: Array) -> Array:
-    return (x * scale[:, None, None, None]).astype(x.dtype)
-
-
-def _cotangent(problem: Problem, d_scale: Array | None) -> Problem:
-    """float0 for the integers of the mask; they have no gradient."""
-    integers = jax.tree.map(lambda leaf: np.zeros(leaf.shape, jax.dtypes.float0), problem.mask)
-    return dataclasses.replace(problem, mask=integers, scale=d_scale)
+    dq, dk, dv, d_scale = _gradients(problem, q, k, v, lse, do, delta)
+    # float0 for the integers of the mask; they have no gradient.
+    mask = jax.tree.map(lambda leaf: np.zeros(leaf.shape, jax.dtypes.float0), problem.mask)
+    return dataclasses.replace(problem, mask=mask, scale=d_scale), dq, dk, dv
 
 
 _recomputing.defvjp(_forward, _backward)
+
+
+@jax.custom_jvp
+def _gradients(problem: Problem, *tensors):
+    return dispatch.named(problem.implementation).backward(problem, *tensors)
+
+
+@_gradients.defjvp
+def _refuse(primals, tangents):
+    del tangents
+    raise NotImplementedError(
+        f"flash_attention: the kernels of implementation {primals[0].implementation!r} have first derivatives only; "
+        "use implementation='xla' for higher ones"
+    )

@@ -392,6 +392,30 @@ def test_numpy_scalars_are_numbers():
     options = dict(is_causal=np.True_, scale=np.float32(0.5), local_window_size=np.int64(3), query_offset=np.int32(2))
     lengths = dict(query_seq_lengths=[3, 4], key_value_seq_lengths=np.int64(2))
     assert explain(**TENSORS, **options, **lengths) == explain(**TENSORS)
+    assert explain(**TENSORS, scale=np.array(0.5)) == explain(**TENSORS)
+
+
+@pytest.mark.parametrize(
+    "scale", [None, 0.5, jnp.float32(0.5), np.array(0.5)], ids=["none", "static", "single", "double"]
+)
+@pytest.mark.parametrize("options", [{"implementation": "xla"}, {"interpret": True}], ids=["xla", "triton"])
+def test_float32_under_enable_x64(options, scale):
+    """Traced only: what JAX's interpreter makes of a kernel mixes index types then."""
+
+    def attend(query, key, value):
+        return flash_attention(query, key, value, **options, scale=scale, return_residual=True)
+
+    with jax.enable_x64(True):
+        out, residual = jax.eval_shape(attend, *TENSORS.values())
+    assert (out.dtype, residual.dtype) == (np.float32, np.float32)
+
+
+@pytest.mark.parametrize("keys", [0, S])
+def test_residual_of_float64_is_float64(keys):
+    with jax.enable_x64(True):
+        query, key = jnp.ones((B, T, N, H), jnp.float64), jnp.ones((B, keys, K, H), jnp.float64)
+        out, residual = flash_attention(query, key, key, return_residual=True)
+    assert (out.dtype, residual.dtype) == (np.float64, np.float64)
 
 
 @pytest.mark.parametrize("setting", ["bfloat16", "tensorfloat32", "float32", "BF16_BF16_F32_X3", "TF32_TF32_F32"])

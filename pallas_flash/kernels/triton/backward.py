@@ -17,8 +17,10 @@ from pallas_flash.problem import Problem
 from pallas_flash.tile import Tile
 
 
-def flash_dq(q_ref, k_ref, v_ref, do_ref, lse2_ref, delta_ref, dq_ref, *, problem: Problem, grid: Grid, blocks: Blocks):
-    """Kernel body: dq of one tile of queries."""
+def flash_dq(
+    q_ref, k_ref, v_ref, do_ref, lse2_ref, delta_ref, dq_ref, *d_scale_ref, problem: Problem, grid: Grid, blocks: Blocks
+):
+    """Kernel body: dq of one tile of queries, and for a traced scale its gradient by query."""
     q_layout, k_layout, v_layout, do_layout, row_layout = _dq_layouts(problem, blocks)
     block_q, block_k = blocks.block_q, blocks.block_k
     first = grid.tile() * block_q
@@ -43,7 +45,9 @@ def flash_dq(q_ref, k_ref, v_ref, do_ref, lse2_ref, delta_ref, dq_ref, *, proble
         return dq + launch.dot(problem, ds.astype(k.dtype), k)  # eq. 17
 
     dq = seen.walk(step, jnp.zeros(q.shape, jnp.float32))
-    q_layout.store(dq_ref, first, dq * problem.gradient_scale)
+    q_layout.store(dq_ref, first, dq * problem.any_scale)
+    for ref in d_scale_ref:
+        row_layout.store(ref, first, jnp.sum(q * dq, -1) * sign)  # eq. 19
 
 
 def flash_dkv(
@@ -80,7 +84,7 @@ def flash_dkv(
 
     zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     dk, dv = head(0, zeros) if problem.G == 1 else lax.fori_loop(0, problem.G, head, zeros)
-    k_layout.store(dk_ref, first, dk * problem.gradient_scale)
+    k_layout.store(dk_ref, first, dk * problem.any_scale)
     v_layout.store(dv_ref, first, dv)
 
 
@@ -117,18 +121,19 @@ def backward(
     lse: Float[Array, "B N T"],
     do: Float[Array, "B T N Hv"],
     delta: Float[Array, "B N T"],
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K Hv"]]:
-    """dq, dk and dv, without the factor of a traced scale (`Problem.gradient_scale`)."""
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K Hv"], Float[Array, " B"] | None]:
+    """dq, dk, dv and the gradient of a traced scale."""
     tensors = (q, k, v, do, lse * softmax.LOG2E, delta)
     dq, dkv = problem.plan.dq, problem.plan.dkv
     q_layouts, k_layouts = _dq_layouts(problem, dq), _dkv_layouts(problem, dkv)
-    [d_query] = launch.call(
+    row = jax.ShapeDtypeStruct(lse.shape, lse.dtype)
+    d_query, *d_scale = launch.call(
         flash_dq,
         problem,
         Grid.of(problem, problem.N, q_layouts[0].tiles, dq, problem.mask),
         dq,
         list(zip(tensors, (*q_layouts, q_layouts[-1]), strict=True)),
-        [(jax.ShapeDtypeStruct(q.shape, q.dtype), q_layouts[0])],
+        [(jax.ShapeDtypeStruct(q.shape, q.dtype), q_layouts[0]), (row, q_layouts[-1])][: 1 if problem.scale is None else 2],
     )
     d_key, d_value = launch.call(
         flash_dkv,
@@ -138,4 +143,4 @@ def backward(
         list(zip(tensors, (*k_layouts, k_layouts[-1]), strict=True)),
         [(jax.ShapeDtypeStruct(x.shape, x.dtype), layout) for x, layout in zip((k, v), k_layouts[1:3], strict=True)],
     )
-    return d_query, d_key, d_value
+    return d_query, d_key, d_value, jnp.sum(d_scale[0], (1, 2)) if d_scale else None

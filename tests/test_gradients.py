@@ -1,0 +1,135 @@
+"""Gradients beyond query, key and value: a traced scale, the residual, higher orders, and what cannot be differentiated."""
+
+import functools
+
+import checks
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import Case
+from test_attention import IMPLEMENTATIONS
+
+from pallas_flash import flash_attention, merge
+from pallas_flash.testing import error
+
+CASE = Case("gradients", B=2, T=37, S=45, N=4, K=2, H=16, is_causal=True, query_offset=8, key_value_seq_lengths=(45, 30))
+
+
+@pytest.mark.parametrize("scale", [0.3, 0.0, -0.7])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_traced_scale(implementation, scale):
+    """Exact at any scale, 0 included, together with the gradients of the tensors."""
+    q, k, v, do, dlse = checks.inputs(CASE)
+    options = IMPLEMENTATIONS[implementation] | CASE.options()
+
+    @jax.jit
+    def run(q, k, v, scale):
+        attention = functools.partial(flash_attention, return_residual=True, **options)
+        _, vjp = jax.vjp(lambda q, k, v, scale: attention(q, k, v, scale=scale), q, k, v, scale)
+        return vjp((do, dlse))
+
+    right = oracle.gradients(q, k, v, do, dlse, scale=scale, **CASE.options())
+    for ours, ref in zip(run(q, k, v, jnp.float32(scale)), right, strict=True):
+        assert error(ours, np.asarray(ref)) <= 2e-6 * max(1.0, np.max(np.abs(ref)))  # 16 float32 epsilons
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_traced_scale_in_float16_does_not_overflow(implementation):
+    """dq itself fits float16; dq without the factor of the scale would not."""
+    case = Case("overflow", B=1, T=40, N=1, H=64, dtype="float16")
+    q, k, v, do, _ = checks.inputs(case)
+
+    def grads(scale):
+        attention = functools.partial(flash_attention, **IMPLEMENTATIONS[implementation])
+        return jax.vjp(lambda *qkv: attention(*qkv, scale=scale), q, 400 * k, v)[1](400 * do)
+
+    for traced, static in zip(jax.jit(grads)(jnp.float32(0.01)), grads(0.01), strict=True):
+        assert np.isfinite(traced).all()
+        assert error(traced, np.asarray(static, np.float64)) <= 1e-3 * np.max(np.abs(static))  # one float16 epsilon
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_merge_of_halves_is_the_whole(implementation):
+    """Attention over two halves of the keys, merged by their residuals, has the whole's output and gradients."""
+    case = Case("halves", B=1, T=40, S=64, N=2, H=16)
+    q, k, v, do, _ = checks.inputs(case)
+    attend = functools.partial(flash_attention, return_residual=True, **IMPLEMENTATIONS[implementation])
+
+    def merged(q, k, v):
+        return merge(attend(q, k[:, :32], v[:, :32]), attend(q, k[:, 32:], v[:, 32:]))[0]
+
+    right = [oracle.attend(q, k, v)[0], *oracle.gradients(q, k, v, do, np.zeros((1, 40, 2)))[:3]]
+    out, vjp = jax.vjp(jax.jit(merged), q, k, v)
+    for ours, ref in zip((out, *vjp(do)), right, strict=True):
+        assert error(ours, ref) <= 2e-6 * max(1.0, np.max(np.abs(ref)))
+
+
+@pytest.mark.parametrize("argument", [0, 1, 2])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_padding_may_hold_nan_and_inf(implementation, argument):
+    """What no query may attend to, and queries beyond their length, reach neither results nor gradients."""
+    case = Case("padding", T=40, S=50, N=4, K=2, H=16, query_seq_lengths=(40, 21), key_value_seq_lengths=(17, 50))
+    q, k, v, do, dlse = checks.inputs(case)
+    clean = checks.evaluate(attention := functools.partial(
+        flash_attention, return_residual=True, **IMPLEMENTATIONS[implementation], **case.options()), [q, k, v, do, dlse])  # fmt: skip
+    poisoned = [q.at[1, 21:].set(jnp.nan), k.at[0, 17:].set(jnp.inf), v.at[0, 17:].set(jnp.nan)]
+    arrays = [poisoned[i] if i == argument else x for i, x in enumerate((q, k, v))]
+    found = checks.evaluate(attention, [*arrays, do.at[1, 21:].set(jnp.nan) if argument == 0 else do, dlse])
+    for ours, ref in zip(found, clean, strict=True):
+        assert np.array_equal(ours, ref)
+    assert not found[2][1, 21:].any() and not found[3][0, 17:].any() and not found[4][0, 17:].any()
+
+
+def test_keys_beyond_every_offset_may_hold_nan():
+    """A cache larger than what is filled: the causal edge alone keeps the rest out."""
+    case = Case("cache", B=2, T=4, S=40, N=2, H=16, is_causal=True, query_offset=(10, 21))
+    q, k, v, do, dlse = checks.inputs(case)
+    k, v = (x.at[0, 14:].set(jnp.nan).at[1, 25:].set(jnp.nan) for x in (k, v))
+    for options in IMPLEMENTATIONS.values():
+        attention = functools.partial(flash_attention, return_residual=True, **options, **case.options())
+        for x in checks.evaluate(attention, [q, k, v, do, dlse]):
+            assert np.isfinite(x).all()
+
+
+def test_xla_has_forward_mode_and_second_order():
+    """jvp, and a Hessian-vector product, against finite differences in float64."""
+    with jax.enable_x64(True):
+        case = Case("orders", B=1, T=12, N=2, K=1, H=8, dtype="float64", is_causal=True)
+        q, k, v, do, dlse = checks.inputs(case)
+        direction = jnp.cos(jnp.arange(q.size, dtype=q.dtype)).reshape(q.shape)
+
+        def loss(q):
+            out, residual = flash_attention(q, k, v, is_causal=True, return_residual=True, implementation="xla")
+            return jnp.sum(out * do) + jnp.sum(residual * dlse)
+
+        step = 1e-5 * direction
+        _, slope = jax.jvp(loss, (q,), (direction,))
+        assert np.isclose(slope, (loss(q + step) - loss(q - step)) / 2e-5, rtol=1e-7)
+        _, curvature = jax.jvp(jax.grad(loss), (q,), (direction,))
+        difference = (jax.grad(loss)(q + step) - jax.grad(loss)(q - step)) / 2e-5
+        assert np.allclose(curvature, difference, rtol=1e-6, atol=1e-8)
+        reverse = jax.grad(lambda q: jnp.vdot(jax.grad(loss)(q), direction))(q)
+        assert np.allclose(reverse, curvature, rtol=1e-10, atol=1e-12)
+
+
+def test_kernels_refuse_what_they_cannot_differentiate():
+    """An error at trace time, never a wrong or a zero derivative."""
+    q = jnp.ones((1, 16, 1, 16))
+
+    def loss(x):
+        return jnp.sum(flash_attention(x, q, q, interpret=True))
+
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(loss, (q,), (q,))
+    with pytest.raises(NotImplementedError, match="implementation='xla'"):
+        jax.grad(lambda x: jnp.sum(jax.grad(loss)(x)))(q)
+
+
+def test_float64_makes_no_infinities():
+    """Masks in float64 under `jax_debug_infs`."""
+    with jax.enable_x64(True), jax.debug_infs(True):
+        q = jnp.ones((1, 16, 1, 8), jnp.float64)
+        out = flash_attention(q, q, q, is_causal=True, key_value_seq_lengths=jnp.array([7]))
+        assert out.dtype == jnp.float64 and (out == 1).all()
