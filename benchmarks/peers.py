@@ -59,7 +59,7 @@ class Peer:
         limits: case -> why it cannot run it, or None.
         build: (case, choice) -> function of q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv].
         needs_gpu: refuse on other backends.
-        choices: settings to build with. The first is the peer's default; the others are for cases on which it fails.
+        choices: settings to build with, of which the fastest counts.
         explain: (case, q, k, v) -> what was chosen, as `pallas_flash.explain` returns it; ours only.
     """
 
@@ -173,7 +173,8 @@ def _mha_build(case: Case, choice: tuple[int, ...] | None) -> Attention:
 
 
 # block_q, block_k; q and key/value block of dkv, the same of dq: backward asks T // block_q_dq == S // block_kv_dkv.
-_MHA_FALLBACKS = ((128, 64, *(32,) * 4), (64, 64, *(64,) * 4), (64, 64, *(32,) * 4), (64, 32, *(16,) * 4))
+# None is its default, 128, 128 and four times 32.
+_MHA_BLOCKS = (None, (128, 64, 64, 64, 64, 64), (64, 64, 64, 128, 128, 64), (64, 32, 32, 64, 64, 32))
 
 
 def _flash_attn3_limits(case: Case) -> str | None:
@@ -204,7 +205,7 @@ PEERS = {
         _ours("ours_xla", "xla", needs_gpu=False),
         _jax_nn("xla"),
         _jax_nn("cudnn"),
-        Peer("pallas_mha", "jax", _MHA, _mha_limits, _mha_build, choices=(None, *_MHA_FALLBACKS)),
+        Peer("pallas_mha", "jax", _MHA, _mha_limits, _mha_build, choices=_MHA_BLOCKS),
         _tokamax("triton"),
         _tokamax("mosaic_gpu"),
         Peer("flash_attn3_jax", "flash-attn3-jax", "flash_attn3_jax", _flash_attn3_limits, _flash_attn3_build),

@@ -174,14 +174,11 @@ def attempt(workload: Workload, mode: str, peer: Peer, choice: Any, limits: argp
 
 
 def run_cell(workload: Workload, mode: str, peer: Peer, limits: argparse.Namespace) -> dict[str, Any]:
-    """What was measured for one peer; if its default fails, with the fastest of its other choices."""
+    """What was measured for one peer, with the fastest of its choices."""
     if reason := peer.refusal(workload.case):
         return {"status": "refused", "reason": reason}
-    default, *others = peer.choices
-    row = attempt(workload, mode, peer, default, limits)
-    if row["status"] == "error" and others:
-        rows = [attempt(workload, mode, peer, choice, limits) for choice in others]
-        row = min((r for r in rows if r["status"] == "ok"), key=lambda r: r["median_ms"], default=row)
+    rows = [attempt(workload, mode, peer, choice, limits) for choice in peer.choices]
+    row = min((r for r in rows if r["status"] == "ok"), key=lambda r: r["median_ms"], default=rows[0])
     if row["status"] == "ok":
         row["tflops"] = reference.flops(workload.case, mode) / row["median_ms"] * 1e-9
     return row
