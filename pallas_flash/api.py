@@ -3,6 +3,7 @@
 import inspect
 from typing import Any, Literal, overload
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
@@ -128,13 +129,19 @@ def explain(query, key, value, **keywords) -> dispatch.Explanation:
     Raises:
         TypeError, ValueError, NotImplementedError: As the call would.
     """
-    arguments = inspect.signature(flash_attention).bind(query, key, value, **keywords)
+    tensors = {"query": query, "key": key, "value": value}
+    arguments = inspect.signature(flash_attention).bind(
+        **{name: _array(name, x) for name, x in tensors.items()}, **keywords
+    )
     arguments.apply_defaults()
     posed, _ = problem.pose(**arguments.arguments)
     return dispatch.explain(posed)
 
 
-def _array(name: str, x) -> Array:
+def _array(name: str, x) -> Array | jax.ShapeDtypeStruct:
+    """`x` as JAX sees it: float64 is float32 unless x64 is enabled."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError) as error:

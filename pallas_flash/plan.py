@@ -8,6 +8,9 @@ SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 
 """KiB that one thread block may use, by compute capability (CUDA C++ Programming Guide, "Compute Capabilities")."""
 
 
+KERNELS = ("forward", "dq", "dkv")
+
+
 @dataclasses.dataclass(frozen=True)
 class Blocks:
     """How one kernel is cut.
@@ -54,11 +57,19 @@ class Plan:
         forward: Of the output.
         dq: Of the query's gradient.
         dkv: Of the gradients of key and value.
+
+    Raises:
+        TypeError: A field is no `Blocks`.
     """
 
     forward: Blocks
     dq: Blocks
     dkv: Blocks
+
+    def __post_init__(self):
+        for kernel in KERNELS:
+            if not isinstance(blocks := getattr(self, kernel), Blocks):
+                raise TypeError(f"{kernel}: expected a pallas_flash.Blocks, got {blocks!r}; plan=None picks one")
 
     def __str__(self) -> str:
         return f"forward {self.forward}, dq {self.dq}, dkv {self.dkv}"
@@ -118,19 +129,31 @@ _SMALLER = ((64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1), (32,
 
 
 @functools.cache
-def choose(capability: int, sizes: Sizes) -> Plan | str:
-    """The plan for a GPU of this compute capability (90 for 9.0), or the reason why there is none."""
-    available = 1024 * SHARED_MEMORY.get(capability, 99)
+def choose(capability: int, sizes: Sizes) -> Plan:
+    """The plan for a GPU of this compute capability (90 for 9.0); `shortage` says whether it fits."""
     width = min(max(64, padded(sizes.H), padded(sizes.Hv)), 256)
     chosen = {}
-    for kernel in ("forward", "dq", "dkv"):
+    for kernel in KERNELS:
         options = [_shortened(Blocks(*option), sizes) for option in (_BEST[sizes.dots][kernel][width], *_SMALLER)]
-        fitting = [blocks for blocks in options if shared_memory(kernel, blocks, sizes) <= available]
-        if not fitting:
-            needed = shared_memory(kernel, options[-1], sizes)
-            return f"the {kernel} kernel needs {needed} bytes of shared memory, the device has {available}; use a smaller head dim"
-        chosen[kernel] = fitting[0]
+        fitting = [each for each in options if shared_memory(kernel, each, sizes) <= available(capability)]
+        chosen[kernel] = fitting[0] if fitting else options[-1]
     return Plan(**chosen)
+
+
+def shortage(plan: Plan, capability: int, sizes: Sizes) -> str | None:
+    """Which kernel needs more shared memory than the GPU has; None: the plan fits."""
+    for kernel in KERNELS:
+        needed = shared_memory(kernel, getattr(plan, kernel), sizes)
+        if needed > available(capability):
+            return (
+                f"the {kernel} kernel needs {needed} bytes of shared memory, the device has {available(capability)}; "
+                "use a smaller head dim, smaller blocks or implementation='xla'"
+            )
+
+
+def available(capability: int) -> int:
+    """Bytes of shared memory that one thread block may use."""
+    return 1024 * SHARED_MEMORY.get(capability, 99)
 
 
 def _shortened(blocks: Blocks, sizes: Sizes) -> Blocks:

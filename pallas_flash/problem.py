@@ -14,6 +14,8 @@ from pallas_flash.masks import Band, Lengths
 from pallas_flash.plan import Plan
 
 IMPLEMENTATIONS = ("triton", "xla")
+FAR = 2**29
+"""Windows and offsets beyond this are taken as this, so that sums of two of them and an index fit int32."""
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -98,7 +100,7 @@ def pose(
         raise TypeError(
             f"plan: expected None or a pallas_flash.Plan, got {_describe(plan)}; None picks the block sizes"
         )
-    static_scale, traced_scale = _scale(scale, sizes["H"], batch)
+    static_scale, traced_scale = _scale(scale, sizes["H"], batch, query.dtype)
     lengths = Lengths(
         _per_batch("query_seq_lengths", query_seq_lengths, batch, sizes["T"]),
         _per_batch("key_value_seq_lengths", key_value_seq_lengths, batch, sizes["S"]),
@@ -154,21 +156,21 @@ def _sizes(query, key, value) -> tuple[tuple[int, ...], dict[str, int]]:
     return tuple(batch), dict(T=T, S=S, N=N, K=K, H=H, Hv=Hv)
 
 
-def _scale(scale, H: int, batch: tuple[int, ...]) -> tuple[float, Array | None]:
+def _scale(scale, H: int, batch: tuple[int, ...], dtype) -> tuple[float, Array | None]:
     """The scale as (static, traced)."""
     if scale is None:
         return 1.0 / math.sqrt(H), None
-    if isinstance(scale, numbers.Real | np.generic) and not isinstance(scale, bool | np.bool_):
-        if not math.isfinite(scale):
-            raise ValueError(f"scale: expected a finite number, got {scale}; None gives 1/sqrt(H)")
+    numpy_number = isinstance(scale, np.generic) and jnp.issubdtype(scale.dtype, jnp.floating)
+    if (isinstance(scale, numbers.Real) and not isinstance(scale, bool)) or numpy_number:
+        if not abs(scale) < 2.0**127:
+            raise ValueError(f"scale: expected a finite number below 2**127, got {scale}; None gives 1/sqrt(H)")
         return float(scale), None
     if not isinstance(scale, Array | np.ndarray) or scale.ndim or not jnp.issubdtype(scale.dtype, jnp.floating):
         raise TypeError(
             f"scale: expected None, a number or a floating scalar array, got {_describe(scale)}; "
             "multiply the query for a scale per head or position"
         )
-    dtype = jnp.promote_types(scale.dtype, jnp.float32)
-    return math.nan, jnp.broadcast_to(jnp.asarray(scale, dtype), math.prod(batch))
+    return math.nan, jnp.broadcast_to(jnp.asarray(scale, jnp.promote_types(dtype, jnp.float32)), math.prod(batch))
 
 
 def _band(is_causal: bool, window, offset, batch: tuple[int, ...]) -> Band:
@@ -180,20 +182,24 @@ def _band(is_causal: bool, window, offset, batch: tuple[int, ...]) -> Band:
                 f"local_window_size: expected None, an int >= 0 or a pair (left, right) of them, got {window!r}; "
                 "use None for a side without bound"
             )
-    lo = None if left is None else -int(left)
-    hi = None if right is None else int(right)
+    lo = None if left is None else -min(int(left), FAR)
+    hi = None if right is None else min(int(right), FAR)
     if is_causal:
         hi = 0 if hi is None else min(hi, 0)
     if isinstance(offset, numbers.Integral) and not isinstance(offset, bool):
-        return Band(None if lo is None else lo + int(offset), None if hi is None else hi + int(offset))
+        offset = max(-FAR, min(int(offset), FAR))
+        return Band(None if lo is None else lo + offset, None if hi is None else hi + offset)
     return Band(lo, hi, _per_batch("query_offset", offset, batch))
 
 
 def _per_batch(name: str, values, batch: tuple[int, ...], limit: int | None = None) -> Array | None:
-    """int32 [B] from an integer scalar or array that broadcasts to the batch axes, clipped to [0, limit]."""
+    """int32 [B] from an integer scalar or array that broadcasts to the batch axes, clipped to [0, limit], or to ±FAR."""
     if values is None and limit is not None:
         return None
-    values = values if hasattr(values, "dtype") else np.asarray(values)
+    try:
+        values = values if hasattr(values, "dtype") else np.asarray(values)
+    except ValueError as error:
+        raise TypeError(f"{name}: expected integers, got {values!r}; pass one int32 per batch entry") from error
     if not jnp.issubdtype(values.dtype, jnp.integer):
         raise TypeError(f"{name}: expected an integer dtype, got {values.dtype}; pass one int32 per batch entry")
     try:
@@ -203,18 +209,24 @@ def _per_batch(name: str, values, batch: tuple[int, ...], limit: int | None = No
             f"{name}: expected shape {batch}, the batch axes of query, or one that broadcasts to it, got {values.shape}; "
             "pass one int32 per batch entry"
         ) from None
-    return jnp.asarray(values if limit is None else jnp.clip(values, 0, limit), jnp.int32)
+    wide = values if values.dtype.itemsize >= 4 else values.astype(jnp.int32)  # the bounds must fit the dtype
+    bounds = (-FAR, FAR) if limit is None else (0, limit)
+    return jnp.clip(wide, *bounds).astype(jnp.int32)
 
 
 def _precision(precision) -> lax.Precision:
     """Of the argument, or else of `jax.default_matmul_precision`."""
-    chosen = precision if precision is not None else jax.config.jax_default_matmul_precision  # pyright: ignore
-    aliases = {None: "default", "tensorfloat32": "default", "bfloat16": "default", "bfloat16_3x": "high"}
+    if precision is None:
+        default = jax.config.jax_default_matmul_precision or "default"  # pyright: ignore[reportAttributeAccessIssue]
+        if default in ("high", "highest", "float32"):
+            return lax.Precision(default)
+        exact = default.startswith(("F32", "F64")) or "_F32_X" in default  # the algorithm presets
+        return lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
     try:
-        return lax.Precision(aliases.get(chosen, chosen))
+        return lax.Precision(precision)
     except (ValueError, TypeError):
         raise ValueError(
-            f"precision: expected None or a jax.lax.Precision ('default', 'high', 'highest'), got {chosen!r}; "
+            f"precision: expected None or a jax.lax.Precision ('default', 'high', 'highest'), got {precision!r}; "
             "None follows jax.default_matmul_precision"
         ) from None
 

@@ -22,8 +22,9 @@ def attend(
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
     """Output and natural log-sum-exp of a resolved problem, differentiable in q, k, v and a traced scale."""
     if problem.is_empty:
-        shape = (problem.B, problem.N, problem.T)
-        return jnp.zeros((*q.shape[:-1], problem.Hv), q.dtype), jnp.full(shape, -jnp.inf, jnp.float32)
+        rows = (problem.B, problem.N, problem.T)
+        state = jnp.promote_types(q.dtype, jnp.float32)
+        return jnp.zeros((*q.shape[:-1], problem.Hv), q.dtype), jnp.full(rows, -jnp.inf, state)
     implementation = dispatch.named(problem.implementation)
     recomputes = implementation.backward is not None
     return (_recomputing if recomputes else implementation.forward)(problem, q, k, v)

@@ -33,7 +33,7 @@ def forward(
     """Output in q's dtype and natural log-sum-exp, float32 (float64 for float64 inputs)."""
     B, T, K, G = problem.B, problem.T, problem.K, problem.G
     block_q, block_k = min(BLOCK, T), min(BLOCK, problem.S)
-    # Carried in float32, so that gradients of blocks are summed in it; rounded back before each dot.
+    # In float32 (tf32 on tensor cores, which holds bfloat16 and float16 exactly), so that gradients are summed in it.
     q, k, v = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (q, k, v))
     # [blocks, B, K, G, block_q, H] and [blocks, B, K, 1, block_k, H]
     q_blocks = jnp.moveaxis(_blocks(q, block_q).reshape(B, -1, block_q, K, G, problem.H), (1, 3, 4), (0, 2, 3))
@@ -64,19 +64,17 @@ def _rows(problem: Problem, k_blocks: Array, v_blocks: Array, i: Array, q: Array
     problem = jax.tree.map(lambda leaf: leaf.reshape(-1, 1, 1, 1, 1), problem)
     mask = Lengths(problem.T, problem.S) & problem.mask
     seen = masks.visit(mask, Span(i * block_q, (i + 1) * block_q), Span(0, problem.S), block_k)
-    state = q.dtype
     queries, keys = masks.used(mask, problem.T, problem.S)
     c = problem.any_scale * softmax.LOG2E
-    dot = functools.partial(jnp.einsum, precision=problem.precision, preferred_element_type=state)
-    inputs = jnp.dtype(problem.dtype)
-    q = jnp.where(queries.holds(_ids(i, block_q)), q, 0).astype(inputs)
+    dot = functools.partial(jnp.einsum, precision=problem.precision if problem.dtype == "float32" else None)
+    q = jnp.where(queries.holds(_ids(i, block_q)), q, 0)
 
     def step(run: softmax.Running, j: Array, k: Array, v: Array) -> softmax.Running:
         inside = keys.holds(_ids(j, block_k))  # what is stored elsewhere, NaN included, counts as 0
-        k, v = (jnp.where(inside, x, 0).astype(inputs)[:, :, 0] for x in (k, v))
+        k, v = (jnp.where(inside, x, 0)[:, :, 0] for x in (k, v))
         keep = mask.keep(Tile.at(i * block_q, block_q, j * block_k, block_k))
         s2 = dot("bkgqh,bksh->bkgqs", q, k) * c
-        return softmax.update(run, s2, keep, 1.0, lambda p: dot("bkgqs,bksh->bkgqh", p.astype(inputs), v))
+        return softmax.update(run, s2, keep, 1.0, lambda p: dot("bkgqs,bksh->bkgqh", p, v))
 
     step = _rematerialised_if(len(k_blocks) > 1, step)
 
@@ -85,7 +83,7 @@ def _rows(problem: Problem, k_blocks: Array, v_blocks: Array, i: Array, q: Array
         return lax.cond(needed, lambda: step(run, *block), lambda: run), None
 
     columns = jnp.arange(len(k_blocks), dtype=jnp.int32)
-    run = softmax.start(q.shape[:-1], problem.Hv, state)
+    run = softmax.start(q.shape[:-1], problem.Hv, q.dtype)
     run, _ = lax.scan(step_if_seen, run, (columns, k_blocks, v_blocks))
     return softmax.finish(run)
 

@@ -55,20 +55,16 @@ def refusal(problem: Problem) -> str | None:
     if capability < 80:
         found = f"the GPU has compute capability {capability // 10}.{capability % 10}"
         return f"{found}, 8.0 (Ampere) or later is required; use implementation='xla'"
-    chosen = _plan(problem)
-    return chosen if isinstance(chosen, str) else None
+    return plans.shortage(plan(problem), capability, _sizes(problem))
 
 
 def plan(problem: Problem) -> Plan:
-    """The user's plan, or the one chosen for the current device; `refusal` must have returned None."""
-    chosen = _plan(problem)
-    assert isinstance(chosen, Plan)
-    return chosen
+    """The user's plan, or the one chosen for the current device, which there must be."""
+    return problem.plan or plans.choose(int(_capability(problem)), _sizes(problem))
 
 
-def _plan(problem: Problem) -> Plan | str:
-    sizes = plans.Sizes(problem.T, problem.S, problem.H, problem.Hv, _dots(problem))
-    return problem.plan or plans.choose(int(_capability(problem)), sizes)
+def _sizes(problem: Problem) -> plans.Sizes:
+    return plans.Sizes(problem.T, problem.S, problem.H, problem.Hv, _dots(problem))
 
 
 def _capability(problem: Problem) -> int | str:
