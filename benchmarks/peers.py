@@ -43,7 +43,7 @@ def _import_failure(module: str) -> str | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # jax's mha announces on import that it is deprecated
             importlib.import_module(module)
-    except Exception as e:  # noqa: BLE001, see above
+    except Exception as e:
         return f"cannot import {module}: {type(e).__name__}: {e}"
     return None
 
@@ -129,7 +129,7 @@ def _ours(name: str, implementation: str | None, needs_gpu: bool) -> Peer:
 
 def _jax_nn(implementation: str) -> Peer:
     def limits(case):
-        if case.H != case.Hv:
+        if case.Hv != case.H:
             return "value must have the head dim of query"
         if implementation == "cudnn" and case.dtype == "float32":
             return "bfloat16 and float16 only"
@@ -155,7 +155,7 @@ def _tokamax(implementation: str) -> Peer:
 
 
 def _mha_limits(case: Case) -> str | None:
-    if case.H != case.Hv or case.N != case.K:
+    if case.Hv != case.H or case.N != case.K:
         return "key and value must have the heads and head dim of query"
     if case.T % 16 or case.S % 16:
         return "sequence lengths must be multiples of the block sizes"
@@ -180,7 +180,7 @@ _MHA_BLOCKS = (None, (128, 64, 64, 64, 64, 64), (64, 64, 64, 128, 128, 64), (64,
 def _flash_attn3_limits(case: Case) -> str | None:
     if case.dtype == "float32":
         return "bfloat16 and float16 only"
-    if case.H > 128 or case.H != case.Hv:
+    if case.H > 128 or case.Hv != case.H:
         return "the wheel is built for head dims up to 128, the same for value"
     if case.T != case.S and (case.is_causal or case.local_window_size is not None):
         return "masks are aligned to the last query"

@@ -9,8 +9,8 @@ import numpy as np
 
 from tests.cases import Case
 
-# Relative error ‖x − ref‖/‖ref‖ of the worst (batch, key/value head) slice. Sanity bounds: they show that a peer computes
-# the same function, not that it computes it well (correct bf16 kernels measure about 3e-3); tests/ judges the numerics.
+# Relative error ‖x − ref‖/‖ref‖ of the worst (batch, key/value head) slice. Sanity bounds: they show that a peer
+# computes the same function, not that it computes it well (correct bf16 kernels measure about 3e-3); tests/ judge that.
 # float32 leaves room for the TF32 dots that GPUs do by default.
 BOUNDS = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 4e-3}
 
@@ -78,7 +78,7 @@ def _head(q, k, v, lower, upper, scale):
     s = jnp.where((key_ids >= lower[:, None]) & (key_ids < upper[:, None]), s, -jnp.inf)
     m = jax.lax.stop_gradient(jnp.max(s, axis=1, keepdims=True))
     p = jnp.exp(s - jnp.where(jnp.isfinite(m), m, 0.0))
-    l = jnp.sum(p, axis=1, keepdims=True)
+    l = jnp.sum(p, axis=1, keepdims=True)  # noqa: E741
     return jnp.einsum("ts,sh->th", p, v, precision="highest") / jnp.where(l == 0.0, 1.0, l)
 
 

@@ -169,7 +169,7 @@ def attempt(workload: Workload, mode: str, peer: Peer, choice: Any, limits: argp
         return chosen | row | (_plan(workload, peer) if peer.explain else {})
     except Refused as e:
         return chosen | {"status": "refused", "reason": str(e)}
-    except Exception as e:  # noqa: BLE001, a benchmark outlives whatever a peer does
+    except Exception as e:
         return chosen | {"status": "error", "reason": _first_line(e)}
 
 
@@ -236,7 +236,7 @@ def default_path() -> pathlib.Path:
 
 
 def run(cases: list[Case], modes: list[str], peers: list[Peer], limits: argparse.Namespace, out: pathlib.Path):
-    """Times every cell, appends each to `out` as it is known, and returns the rows and the cells left when time is up."""
+    """Times every cell, appends each to `out` as it is known, and returns the rows and the cells left over."""
     out.parent.mkdir(parents=True, exist_ok=True)
     common, rows, left, stop = environment(), [], [], time.perf_counter() + limits.budget
     for case in cases:
@@ -248,7 +248,7 @@ def run(cases: list[Case], modes: list[str], peers: list[Peer], limits: argparse
             try:
                 workload = workload or Workload.prepare(case, gradients=set(modes) != {"fwd"})
                 result = run_cell(workload, mode, peer, limits)
-            except Exception as e:  # noqa: BLE001, such as a case too large for the reference
+            except Exception as e:
                 result = {"status": "error", "reason": f"reference: {_first_line(e)}"}
             cell = {"case": dataclasses.asdict(case), "mode": mode, "peer": peer.name, **result}
             row = {**cell, "peer_version": _version(peer.package), **common, "time": _now().isoformat("T", "seconds")}

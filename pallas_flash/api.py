@@ -1,7 +1,7 @@
 """What did the user ask? Keywords become a `Problem`."""
 
 import inspect
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,21 @@ from jax.typing import ArrayLike
 from pallas_flash import dispatch, problem, vjp
 from pallas_flash.plan import Plan
 
-Window = int | tuple[int | None, int | None] | None
+
+class Options(TypedDict, total=False):
+    """Keywords of `flash_attention` that do not change what it returns; it documents them."""
+
+    scale: ArrayLike | None
+    is_causal: bool
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    local_window_size: int | tuple[int | None, int | None] | None
+    implementation: str | None
+    query_offset: ArrayLike
+    deterministic: bool
+    precision: Any
+    plan: Plan | None
+    interpret: bool
 
 
 @overload
@@ -20,28 +34,18 @@ def flash_attention(
     key: ArrayLike,
     value: ArrayLike,
     *,
-    scale: ArrayLike | None = ...,
-    is_causal: bool = ...,
-    query_seq_lengths: ArrayLike | None = ...,
-    key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: Window = ...,
     return_residual: Literal[False] = ...,
-    implementation: str | None = ...,
-    query_offset: ArrayLike = ...,
-    deterministic: bool = ...,
-    precision: Any = ...,
-    plan: Plan | None = ...,
-    interpret: bool = ...,
+    **options: Unpack[Options],
 ) -> Array: ...
 
 
 @overload
 def flash_attention(
-    query: ArrayLike, key: ArrayLike, value: ArrayLike, *, return_residual: Literal[True], **keywords: Any
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, *, return_residual: Literal[True], **options: Unpack[Options]
 ) -> tuple[Array, Array]: ...
 
 
-def flash_attention(
+def flash_attention(  # pyright: ignore[reportInconsistentOverload]  (the keywords in full)
     query,
     key,
     value,
@@ -58,7 +62,7 @@ def flash_attention(
     precision=None,
     plan=None,
     interpret=False,
-):
+) -> Any:
     """Exact attention, softmax(scale·q·kᵀ, masked)·v, without a T×S buffer in device memory.
 
     Takes the arguments of `jax.nn.dot_product_attention` and more. It differs in one rule: a query with nothing to
@@ -104,9 +108,9 @@ def flash_attention(
     query, key, value = (_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     posed, batch = problem.pose(
         query, key, value, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size, return_residual=return_residual,
-        implementation=implementation, query_offset=query_offset, deterministic=deterministic, precision=precision,
-        plan=plan, interpret=interpret,
+        key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size,
+        return_residual=return_residual, implementation=implementation, query_offset=query_offset,
+        deterministic=deterministic, precision=precision, plan=plan, interpret=interpret,
     )  # fmt: skip
     folded = (x.reshape(posed.B, *x.shape[-3:]) for x in (query, key, value))
     out, residual = vjp.attend(dispatch.resolve(posed), *folded)
@@ -116,7 +120,7 @@ def flash_attention(
     return out, jnp.swapaxes(residual, 1, 2).reshape(out.shape[:-1])
 
 
-def explain(query, key, value, **keywords) -> dispatch.Explanation:
+def explain(query: Any, key: Any, value: Any, **keywords: Any) -> dispatch.Explanation:
     """Which implementation a call of `flash_attention` takes on the current device, and why each other one refuses.
 
     Args:
@@ -130,18 +134,15 @@ def explain(query, key, value, **keywords) -> dispatch.Explanation:
         TypeError, ValueError, NotImplementedError: As the call would.
     """
     tensors = {"query": query, "key": key, "value": value}
-    arguments = inspect.signature(flash_attention).bind(
-        **{name: _array(name, x) for name, x in tensors.items()}, **keywords
-    )
+    shapes = {n: x if isinstance(x, jax.ShapeDtypeStruct) else _array(n, x) for n, x in tensors.items()}
+    arguments = inspect.signature(flash_attention).bind(**shapes, **keywords)
     arguments.apply_defaults()
     posed, _ = problem.pose(**arguments.arguments)
     return dispatch.explain(posed)
 
 
-def _array(name: str, x) -> Array | jax.ShapeDtypeStruct:
+def _array(name: str, x) -> Array:
     """`x` as JAX sees it: float64 is float32 unless x64 is enabled."""
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return x
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError) as error:

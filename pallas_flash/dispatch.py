@@ -17,7 +17,8 @@ class Implementation:
         name: As in the argument `implementation`.
         refusal: problem → why it is refused, forward or backward; None: accepted.
         forward: problem, q, k, v → output [B, T, N, Hv] and natural log-sum-exp [B, N, T].
-        backward: problem, q, k, v, lse, do, delta → dq, dk, dv, and [B] for a traced scale; None: `forward` is differentiated by JAX.
+        backward: problem, q, k, v, lse, do, delta → dq, dk, dv, and for a traced scale its gradient [B].
+            None: `forward` is differentiated by JAX.
         plan: problem → block sizes; None: it has none.
     """
 
@@ -62,9 +63,9 @@ class Explanation:
         return "\n".join(f"{name:<15} {mark:<7} {why}" for name, mark, why in rows)
 
 
-def named(name: str) -> Implementation:
-    """The implementation of that name."""
-    return next(each for each in implementations() if each.name == name)
+def chosen(problem: Problem) -> Implementation:
+    """The implementation that `resolve` filled in."""
+    return next(each for each in implementations() if each.name == problem.implementation)
 
 
 def explain(problem: Problem) -> Explanation:
@@ -75,8 +76,8 @@ def explain(problem: Problem) -> Explanation:
     if not accepting:
         reasons = "; ".join(f"{name}: {refusals[name]}" for name in candidates)
         raise NotImplementedError(f"implementation={problem.implementation!r} refuses this call: {reasons}")
-    chosen = named(accepting[0])
-    return Explanation(chosen.name, refusals, chosen.plan(problem) if chosen.plan else None)
+    best = next(each for each in implementations() if each.name == accepting[0])
+    return Explanation(best.name, refusals, best.plan(problem) if best.plan else None)
 
 
 def resolve(problem: Problem) -> Problem:

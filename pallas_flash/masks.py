@@ -7,7 +7,7 @@ A mask is a frozen value, composed with `&`. It answers three questions, each wi
 - `every(rows, columns)`: the columns that every one of the rows keeps (eq. 24).
 
 From the last two, `visit` derives the blocks to walk. Rows are queries and columns are keys; the transpose `.T` swaps
-them, so that a kernel whose rows are keys walks `visit(mask.T, ...)`. `keep` needs no transpose: a tile carries its indices.
+them, so that a kernel whose rows are keys walks `visit(mask.T, ...)`. `keep` needs none: a tile carries indices.
 
 Bounds may be Python ints or traced int32 scalars. What is static stays static, so that a kernel without ragged edges
 compiles no code for them.
@@ -94,7 +94,7 @@ class Band(Mask):
     def _edges(self) -> tuple[Index | None, Index | None]:
         """`lo` and `hi` as bounds on k - q."""
         shift = 0 if self.offset is None else self.offset
-        return tuple(None if edge is None else edge + shift for edge in (self.lo, self.hi))
+        return None if self.lo is None else self.lo + shift, None if self.hi is None else self.hi + shift
 
     @property
     def T(self) -> "Band":
@@ -206,7 +206,7 @@ class Visit(NamedTuple):
     end: Index
 
     def walk(self, step: Callable[[Index, Carry, bool], Carry], carry: Carry) -> Carry:
-        """Runs `step(block, carry, edge)` over the blocks: first the ones that need `keep` (edge=True), then the full ones.
+        """Runs `step(block, carry, edge)` over the blocks: those that need `keep` (edge=True), then the full ones.
 
         In this order ptxas keeps the tensor-core pipeline of the full loop; the other way round it serialises wgmma.
         """
@@ -225,7 +225,7 @@ class Visit(NamedTuple):
 
 
 def visit(mask: Mask, rows: Span, columns: Span, block: int) -> Visit:
-    """Which blocks of `block` columns to visit for `rows`; `columns` must start at 0 and end at the number of columns."""
+    """Which blocks of `block` columns to visit for `rows`; `columns` must be all columns, from 0."""
     full = mask.every(rows, columns)
     whole = rows, columns
     rows, columns = mask.narrow(*whole)
@@ -269,7 +269,7 @@ def _max(a: Index, b: Index) -> Index:
 
 
 def _where(condition, a: Index, b: Index) -> Index:
-    """A select by arithmetic: JAX's Triton lowering gives the literal branches of a scalar select the predicate's type."""
+    """A select by arithmetic: JAX's Triton lowering gives literal branches of a scalar select the predicate's type."""
     return (a if condition else b) if _static(condition) else b + (a - b) * condition.astype(jnp.int32)
 
 

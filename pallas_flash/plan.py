@@ -96,8 +96,8 @@ def padded(width: int) -> int:
 def shared_memory(kernel: str, blocks: Blocks, sizes: Sizes) -> int:
     """Bytes of shared memory: what stays in place once, what streams past `num_stages` times.
 
-    For "half" it is what the compiler takes on Hopper (up to 1 KiB of row vectors); for the others an upper bound, since
-    tf32x3 keeps the high and the low part of what it splits.
+    For "half" it is what the compiler takes on Hopper (up to 1 KiB of row vectors); for the others an upper bound,
+    since tf32x3 keeps the high and the low part of what it splits.
     """
     both = padded(sizes.H) + padded(sizes.Hv)
     fixed, moving = (blocks.block_q, blocks.block_k) if kernel != "dkv" else (blocks.block_k, blocks.block_q)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import numbers
 from typing import Any
 
 import jax
@@ -19,8 +18,8 @@ FAR = 2**29
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-def _static(**kwargs) -> Any:
-    return dataclasses.field(metadata={"static": True}, **kwargs)
+def _static() -> Any:
+    return dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -39,7 +38,7 @@ class Problem:
         dtype: Name of the dtype of query, key, value and output.
         precision: Of the dots of float32 inputs.
         implementation: Name of an implementation; None: not chosen yet.
-        plan: Block sizes; None: not chosen yet.
+        plan: `Plan` of block sizes; None: not chosen yet.
         interpret: Whether Pallas kernels run in interpret mode.
     """
 
@@ -56,7 +55,7 @@ class Problem:
     dtype: str = _static()
     precision: lax.Precision = _static()
     implementation: str | None = _static()
-    plan: Plan | None = _static()
+    plan: Any = _static()
     interpret: bool = _static()
 
     @property
@@ -76,8 +75,8 @@ class Problem:
 
 
 def pose(
-    query, key, value, *, scale, is_causal, query_seq_lengths, key_value_seq_lengths, local_window_size, return_residual,
-    implementation, query_offset, deterministic, precision, plan, interpret,
+    query, key, value, *, scale, is_causal, query_seq_lengths, key_value_seq_lengths, local_window_size,
+    return_residual, implementation, query_offset, deterministic, precision, plan, interpret,
 ) -> tuple[Problem, tuple[int, ...]]:  # fmt: skip
     """Validates a call of `flash_attention`; returns the problem and its batch axes. Raises as documented there."""
     batch, sizes = _sizes(query, key, value)
@@ -90,7 +89,8 @@ def pose(
     for name, flag in flags.items():
         if not isinstance(flag, bool | np.bool_):
             raise TypeError(
-                f"{name}: expected a Python bool, got {_describe(flag)}; it selects code at trace time, so mark it static under jit"
+                f"{name}: expected a Python bool, got {_describe(flag)}; "
+                "it selects code at trace time, so mark it static under jit"
             )
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(
@@ -131,11 +131,13 @@ def _sizes(query, key, value) -> tuple[tuple[int, ...], dict[str, int]]:
             raise TypeError(f"{name}: expected dtype one of {DTYPES}, got {array.dtype}; convert it, e.g. with .astype")
         if array.dtype != query.dtype:
             raise ValueError(
-                f"{name}: expected the dtype of query, {query.dtype}, got {array.dtype}; cast query, key and value to one dtype"
+                f"{name}: expected the dtype of query, {query.dtype}, got {array.dtype}; "
+                "cast query, key and value to one dtype"
             )
         if array.shape[:-3] != query.shape[:-3]:
             raise ValueError(
-                f"{name}: expected the batch axes of query, {query.shape[:-3]}, got {array.shape[:-3]}; broadcast them first"
+                f"{name}: expected the batch axes of query, {query.shape[:-3]}, got {array.shape[:-3]}; "
+                "broadcast them first"
             )
     *batch, T, N, H = query.shape
     S, K, Hv = value.shape[-3:]
@@ -156,13 +158,13 @@ def _sizes(query, key, value) -> tuple[tuple[int, ...], dict[str, int]]:
     return tuple(batch), dict(T=T, S=S, N=N, K=K, H=H, Hv=Hv)
 
 
-def _scale(scale, H: int, batch: tuple[int, ...], dtype) -> tuple[float, Array | None]:
+def _scale(scale: Any, H: int, batch: tuple[int, ...], dtype) -> tuple[float, Array | None]:
     """The scale as (static, traced)."""
     if scale is None:
         return 1.0 / math.sqrt(H), None
     numpy_number = isinstance(scale, np.generic) and jnp.issubdtype(scale.dtype, jnp.floating)
-    if (isinstance(scale, numbers.Real) and not isinstance(scale, bool)) or numpy_number:
-        if not abs(scale) < 2.0**127:
+    if (isinstance(scale, int | float) and not isinstance(scale, bool)) or numpy_number:
+        if not -(2.0**127) < scale < 2.0**127:  # pyright: ignore[reportOperatorIssue]  (a NumPy number)
             raise ValueError(f"scale: expected a finite number below 2**127, got {scale}; None gives 1/sqrt(H)")
         return float(scale), None
     if not isinstance(scale, Array | np.ndarray) or scale.ndim or not jnp.issubdtype(scale.dtype, jnp.floating):
@@ -173,11 +175,13 @@ def _scale(scale, H: int, batch: tuple[int, ...], dtype) -> tuple[float, Array |
     return math.nan, jnp.broadcast_to(jnp.asarray(scale, jnp.promote_types(dtype, jnp.float32)), math.prod(batch))
 
 
-def _band(is_causal: bool, window, offset, batch: tuple[int, ...]) -> Band:
+def _band(is_causal: bool, window: Any, offset: Any, batch: tuple[int, ...]) -> Band:
     """Causal and window as one band around the diagonal that `offset` moves."""
+    left: Any
+    right: Any
     left, right = window if isinstance(window, tuple) and len(window) == 2 else (window, window)
     for side in (left, right):
-        if side is not None and (not isinstance(side, numbers.Integral) or isinstance(side, bool) or side < 0):
+        if side is not None and (not isinstance(side, int | np.integer) or isinstance(side, bool) or side < 0):
             raise ValueError(
                 f"local_window_size: expected None, an int >= 0 or a pair (left, right) of them, got {window!r}; "
                 "use None for a side without bound"
@@ -186,14 +190,14 @@ def _band(is_causal: bool, window, offset, batch: tuple[int, ...]) -> Band:
     hi = None if right is None else min(int(right), FAR)
     if is_causal:
         hi = 0 if hi is None else min(hi, 0)
-    if isinstance(offset, numbers.Integral) and not isinstance(offset, bool):
+    if isinstance(offset, int | np.integer) and not isinstance(offset, bool):
         offset = max(-FAR, min(int(offset), FAR))
         return Band(None if lo is None else lo + offset, None if hi is None else hi + offset)
     return Band(lo, hi, _per_batch("query_offset", offset, batch))
 
 
-def _per_batch(name: str, values, batch: tuple[int, ...], limit: int | None = None) -> Array | None:
-    """int32 [B] from an integer scalar or array that broadcasts to the batch axes, clipped to [0, limit], or to ±FAR."""
+def _per_batch(name: str, values: Any, batch: tuple[int, ...], limit: int | None = None) -> Array | None:
+    """int32 [B] from an integer scalar or array that broadcasts to the batch axes, clipped to 0 … limit or ±FAR."""
     if values is None and limit is not None:
         return None
     try:
@@ -206,8 +210,8 @@ def _per_batch(name: str, values, batch: tuple[int, ...], limit: int | None = No
         values = jnp.broadcast_to(values, batch).reshape(-1)
     except ValueError:
         raise ValueError(
-            f"{name}: expected shape {batch}, the batch axes of query, or one that broadcasts to it, got {values.shape}; "
-            "pass one int32 per batch entry"
+            f"{name}: expected shape {batch}, the batch axes of query, or one that broadcasts to it, "
+            f"got {values.shape}; pass one int32 per batch entry"
         ) from None
     wide = values if values.dtype.itemsize >= 4 else values.astype(jnp.int32)  # the bounds must fit the dtype
     bounds = (-FAR, FAR) if limit is None else (0, limit)

@@ -3,6 +3,7 @@
 Scores arrive raw, as products q·k; `c` = scale·log2(e) takes them to the base-2 domain inside the fused `fma_exp2`.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -37,7 +38,8 @@ def base2(scale: float | Array) -> tuple[float | Array, float | Array]:
 
     With c >= 0 the largest raw score of a row is its largest logit too.
     """
-    sign = (-1.0 if scale < 0 else 1.0) if isinstance(scale, float) else 1 - 2 * (scale < 0).astype(scale.dtype)
+    traced = isinstance(scale, Array)
+    sign = 1 - 2 * (scale < 0).astype(scale.dtype) if traced else math.copysign(1.0, scale)
     return sign, scale * sign * LOG2E
 
 
@@ -47,7 +49,7 @@ def signed(sign: float | Array, x: Array) -> Array:
 
 
 class Running(NamedTuple):
-    """Softmax state of some rows: maximum `m` and sum `l` [..., rows] (base 2), unnormalised output `acc` [..., rows, Hv]."""
+    """Softmax state: maximum `m`, sum `l` [..., rows] (base 2) and unnormalised output `acc` [..., rows, Hv]."""
 
     m: Array
     l: Array  # noqa: E741
@@ -136,5 +138,5 @@ def merge(*parts: tuple[Array, Array]) -> tuple[Array, Array]:
     empty = top == -jnp.inf
     weights = jnp.where(stacked == -jnp.inf, 0.0, jnp.exp(stacked - jnp.where(empty, 0.0, top)))
     total = jnp.where(empty, 1.0, jnp.sum(weights, 0))
-    out = sum(o * (w / total)[..., None] for o, w in zip(outs, weights, strict=True))
+    out = functools.reduce(jnp.add, (o * (w / total)[..., None] for o, w in zip(outs, weights, strict=True)))
     return out.astype(outs[0].dtype), jnp.where(empty, -jnp.inf, top + jnp.log(total))

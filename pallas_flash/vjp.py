@@ -25,14 +25,14 @@ def attend(
         rows = (problem.B, problem.N, problem.T)
         state = jnp.promote_types(q.dtype, jnp.float32)
         return jnp.zeros((*q.shape[:-1], problem.Hv), q.dtype), jnp.full(rows, -jnp.inf, state)
-    implementation = dispatch.named(problem.implementation)
+    implementation = dispatch.chosen(problem)
     recomputes = implementation.backward is not None
     return (_recomputing if recomputes else implementation.forward)(problem, q, k, v)
 
 
 @jax.custom_vjp
 def _recomputing(problem: Problem, q, k, v):
-    return dispatch.named(problem.implementation).forward(problem, q, k, v)
+    return dispatch.chosen(problem).forward(problem, q, k, v)
 
 
 def _forward(problem: Problem, q, k, v):
@@ -57,7 +57,9 @@ _recomputing.defvjp(_forward, _backward)
 
 @jax.custom_jvp
 def _gradients(problem: Problem, *tensors):
-    return dispatch.named(problem.implementation).backward(problem, *tensors)
+    backward = dispatch.chosen(problem).backward
+    assert backward is not None
+    return backward(problem, *tensors)
 
 
 @_gradients.defjvp

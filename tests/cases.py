@@ -2,8 +2,8 @@
 
 A case is a problem with its sizes and options, and knows how to draw its inputs. `SMALL` is sized for interpret mode
 and for float64 loops, and combines the features; `LARGE` is the same kind of thing at real sizes, for a GPU;
-`BENCHMARK` is what `benchmarks/run.py` times. Sizes are chosen so that small tiles (16 to 64) give several blocks, ragged
-edges and empty tiles.
+`BENCHMARK` is what `benchmarks/run.py` times. Sizes are chosen so that small tiles (16 to 64) give several blocks,
+ragged edges and empty tiles.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The one comparison of all tests: an implementation against the oracle, with the tolerance of the dense computation."""
+"""The one comparison of all tests: against the oracle, with a tolerance derived from the dense computation."""
 
 import functools
 from collections.abc import Callable

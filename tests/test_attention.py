@@ -1,4 +1,4 @@
-"""The small cases on every implementation that runs without a GPU: output, residual and gradients against the oracle."""
+"""The small cases on all that runs without a GPU: output, residual and gradients against the oracle."""
 
 import functools
 

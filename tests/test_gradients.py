@@ -1,4 +1,4 @@
-"""Gradients beyond query, key and value: a traced scale, the residual, higher orders, and what cannot be differentiated."""
+"""Gradients beyond query, key and value: traced scale, residual, higher orders, and what has no derivative."""
 
 import functools
 
@@ -14,7 +14,9 @@ from test_attention import IMPLEMENTATIONS
 from pallas_flash import flash_attention, merge
 from pallas_flash.testing import error
 
-CASE = Case("gradients", B=2, T=37, S=45, N=4, K=2, H=16, is_causal=True, query_offset=8, key_value_seq_lengths=(45, 30))
+CASE = Case(
+    "gradients", B=2, T=37, S=45, N=4, K=2, H=16, is_causal=True, query_offset=8, key_value_seq_lengths=(45, 30)
+)
 
 
 @pytest.mark.parametrize("scale", [0.3, 0.0, -0.7])
@@ -37,7 +39,7 @@ def test_traced_scale(implementation, scale):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_traced_scale_in_float16_does_not_overflow(implementation):
-    """dq itself fits float16; dq without the factor of the scale would not."""
+    """Dq itself fits float16; dq without the factor of the scale would not."""
     case = Case("overflow", B=1, T=40, N=1, H=64, dtype="float16")
     q, k, v, do, _ = checks.inputs(case)
 
@@ -72,8 +74,9 @@ def test_padding_may_hold_nan_and_inf(implementation, argument):
     """What no query may attend to, and queries beyond their length, reach neither results nor gradients."""
     case = Case("padding", T=40, S=50, N=4, K=2, H=16, query_seq_lengths=(40, 21), key_value_seq_lengths=(17, 50))
     q, k, v, do, dlse = checks.inputs(case)
-    clean = checks.evaluate(attention := functools.partial(
-        flash_attention, return_residual=True, **IMPLEMENTATIONS[implementation], **case.options()), [q, k, v, do, dlse])  # fmt: skip
+    options = IMPLEMENTATIONS[implementation] | case.options()
+    attention = functools.partial(flash_attention, return_residual=True, **options)
+    clean = checks.evaluate(attention, [q, k, v, do, dlse])
     poisoned = [q.at[1, 21:].set(jnp.nan), k.at[0, 17:].set(jnp.inf), v.at[0, 17:].set(jnp.nan)]
     arrays = [poisoned[i] if i == argument else x for i, x in enumerate((q, k, v))]
     found = checks.evaluate(attention, [*arrays, do.at[1, 21:].set(jnp.nan) if argument == 0 else do, dlse])

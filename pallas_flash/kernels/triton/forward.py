@@ -7,7 +7,7 @@ from jaxtyping import Float
 
 from pallas_flash import masks, softmax
 from pallas_flash.kernels.triton import launch
-from pallas_flash.kernels.triton.launch import Grid, Sequence
+from pallas_flash.kernels.triton.launch import Grid, Layouts
 from pallas_flash.masks import Span
 from pallas_flash.plan import Blocks
 from pallas_flash.problem import Problem
@@ -16,7 +16,7 @@ from pallas_flash.tile import Tile
 
 def flash_forward(q_ref, k_ref, v_ref, o_ref, lse_ref, *, problem: Problem, grid: Grid, blocks: Blocks):
     """Kernel body: output and log-sum-exp of one tile of queries (FlashAttention-2, algorithm 1)."""
-    q_layout, k_layout, v_layout, o_layout, lse_layout = layouts(problem, blocks)
+    layouts = Layouts.of_query_heads(problem, blocks)
     block_q, block_k = blocks.block_q, blocks.block_k
     first = grid.tile() * block_q
     mask = launch.bounded(problem, blocks)
@@ -25,32 +25,20 @@ def flash_forward(q_ref, k_ref, v_ref, o_ref, lse_ref, *, problem: Problem, grid
     sign, c = softmax.base2(problem.any_scale)
     fast = launch.elementary(problem)
 
-    q = softmax.signed(sign, q_layout.load(q_ref, first, queries))
+    q = softmax.signed(sign, layouts.q.load(q_ref, first, queries))
 
     def step(j, run: softmax.Running, edge: bool) -> softmax.Running:
         inside = keys if edge else None
-        k = k_layout.load(k_ref, j * block_k, inside)
-        v = v_layout.load(v_ref, j * block_k, inside)
+        k = layouts.k.load(k_ref, j * block_k, inside)
+        v = layouts.v.load(v_ref, j * block_k, inside)
         keep = mask.keep(Tile.at(first, block_q, j * block_k, block_k)) if edge else None
         s = launch.dot(problem, q, k, trans_b=True)
         return softmax.update(run, s, keep, c, lambda p: launch.dot(problem, p.astype(v.dtype), v), fast)
 
-    run = seen.walk(step, softmax.start((block_q,), v_layout.tile[1]))
+    run = seen.walk(step, softmax.start((block_q,), layouts.v.tile[1]))
     o, lse = softmax.finish(run)
-    o_layout.store(o_ref, first, o)
-    lse_layout.store(lse_ref, first, lse)
-
-
-def layouts(problem: Problem, blocks: Blocks) -> tuple[Sequence, ...]:
-    """Of q, k, v, and of output and log-sum-exp, for programs of one query head each."""
-    queries, keys = (problem.T, blocks.block_q), (problem.S, blocks.block_k)
-    return (
-        Sequence(*queries, problem.H),
-        Sequence(*keys, problem.H, shared=problem.G),
-        Sequence(*keys, problem.Hv, shared=problem.G),
-        Sequence(*queries, problem.Hv),
-        Sequence(*queries),
-    )
+    layouts.o.store(o_ref, first, o)
+    layouts.row.store(lse_ref, first, lse)
 
 
 def forward(
@@ -58,9 +46,9 @@ def forward(
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
     """Output in q's dtype and natural log-sum-exp in float32."""
     blocks = problem.plan.forward
-    q_layout, k_layout, v_layout, o_layout, lse_layout = layouts(problem, blocks)
-    grid = Grid.of(problem, problem.N, q_layout.tiles, blocks, problem.mask)
+    layouts = Layouts.of_query_heads(problem, blocks)
+    grid = Grid.of(problem, problem.N, layouts.q.tiles, blocks, problem.mask)
     o = jax.ShapeDtypeStruct((*q.shape[:-1], problem.Hv), q.dtype)
     lse = jax.ShapeDtypeStruct((problem.B, problem.N, problem.T), jnp.float32)
-    operands = [(q, q_layout), (k, k_layout), (v, v_layout)]
-    return tuple(launch.call(flash_forward, problem, grid, blocks, operands, [(o, o_layout), (lse, lse_layout)]))
+    operands = [(q, layouts.q), (k, layouts.k), (v, layouts.v)]
+    return tuple(launch.call(flash_forward, problem, grid, blocks, operands, [(o, layouts.o), (lse, layouts.row)]))

@@ -167,8 +167,9 @@ class Sequence(NamedTuple):
 
     def _mask(self, start, inside: Span | None) -> Array | None:
         """bool, the tile's shape: what lies `inside` and within the features. None: all of it."""
-        whole = inside is None or inside.is_whole(self.rows)
-        conditions = [] if whole else [inside.holds(start + indices(self.block, 0))]
+        conditions = []
+        if inside is not None and not inside.is_whole(self.rows):
+            conditions.append(inside.holds(start + indices(self.block, 0)))
         if self.width is None:
             return conditions[0].reshape(self.tile) if conditions else None
         if self.width != self.tile[1]:
@@ -186,6 +187,41 @@ class Sequence(NamedTuple):
         plt.store(self._at(ref, start, None), tile.astype(ref.dtype), mask=mask)
 
 
+class Layouts(NamedTuple):
+    """Layouts of q and dq, of k and dk, of v and dv, of o and do, and of vectors over the rows of q."""
+
+    q: Sequence
+    k: Sequence
+    v: Sequence
+    o: Sequence
+    row: Sequence
+
+    @classmethod
+    def of_query_heads(cls, problem: Problem, blocks: Blocks) -> "Layouts":
+        """For programs of one query head each, which share their key/value head with its group."""
+        queries, keys, G = (problem.T, blocks.block_q), (problem.S, blocks.block_k), problem.G
+        return cls(
+            Sequence(*queries, problem.H),
+            Sequence(*keys, problem.H, shared=G),
+            Sequence(*keys, problem.Hv, shared=G),
+            Sequence(*queries, problem.Hv),
+            Sequence(*queries),
+        )
+
+    @classmethod
+    def of_key_heads(cls, problem: Problem, blocks: Blocks) -> "Layouts":
+        """For programs of one key/value head each, which see all query heads of its group."""
+        queries, keys = (problem.T, blocks.block_q), (problem.S, blocks.block_k)
+        group = problem.G if problem.G > 1 else None
+        return cls(
+            Sequence(*queries, problem.H, group=group),
+            Sequence(*keys, problem.H),
+            Sequence(*keys, problem.Hv),
+            Sequence(*queries, problem.Hv, group=group),
+            Sequence(*queries, group=group),
+        )
+
+
 def bounded(problem: Problem, blocks: Blocks) -> Mask:
     """The problem's mask and the ends of the arrays, where tiles reach beyond them."""
     q_len = problem.T if problem.T % blocks.block_q else None
@@ -200,7 +236,7 @@ Output = tuple[jax.ShapeDtypeStruct, Sequence]
 def call(
     kernel: Callable, problem: Problem, grid: Grid, blocks: Blocks, operands: list[Operand], outputs: list[Output]
 ):
-    """Launches `kernel(*operand_refs, *output_refs, problem=, grid=, blocks=)`, the problem's leaves being scalars there."""
+    """Launches `kernel(*operand_refs, *output_refs, problem=, grid=, blocks=)`; in it, leaves are scalars."""
     leaves, structure = jax.tree.flatten(problem)
 
     def body(*refs):
@@ -229,8 +265,8 @@ def dot(problem: Problem, a: Array, b: Array, trans_b: bool = False) -> Array:
 def _dots(problem: Problem) -> str:
     """How dots are computed (`plan.Sizes.dots`).
 
-    Three tf32 products are as accurate as float32 ones: error 5.5e-7 against 6.7e-7 of XLA's float32 at T = 512, H = 64,
-    and run on tensor cores; exact float32 dots do not, and spill.
+    Three tf32 products are as accurate as float32 ones: error 5.5e-7 against 6.7e-7 of XLA's float32 at T = 512,
+    H = 64, and run on tensor cores; exact float32 dots do not, and spill.
     """
     if problem.dtype != "float32":
         return "half"

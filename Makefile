@@ -1,0 +1,32 @@
+# Python >= 3.12. `make test JAX=newest` tests against the newest JAX that is supported.
+PYTHON ?= python3
+JAX ?= oldest
+ENV := .venv/$(JAX)
+BIN := $(ENV)/bin
+PINS := constraints.txt constraints-$(JAX).txt
+
+# Compiling, not running, is what the tests' tiny programs cost on a CPU: these flags halve it.
+test: export XLA_FLAGS := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
+
+.PHONY: demo test lint clean
+
+demo: $(ENV)/ready
+	$(BIN)/python examples/train_char.py
+
+test: $(ENV)/ready
+	$(BIN)/python -m pytest -n auto --dist worksteal
+
+lint: $(ENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+$(ENV)/ready: pyproject.toml $(PINS)
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 12))" || \
+		{ echo "Python >= 3.12 is required, $(PYTHON) is older; use make PYTHON=/path/to/python3.12"; exit 1; }
+	$(PYTHON) -m venv $(ENV)
+	$(BIN)/python -m pip install --quiet $(addprefix -c ,$(PINS)) -e ".[examples,tests,lint]"
+	touch $@
+
+clean:
+	rm -rf .venv
