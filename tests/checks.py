@@ -22,15 +22,20 @@ def inputs(case: Case) -> list[jax.Array]:
     return [*rounded, jnp.asarray(arrays["d_residual"])]
 
 
-def evaluate(attention: Callable, arrays: list[jax.Array]) -> list[np.ndarray]:
-    """out, residual, dq, dk and dv of `attention(query, key, value) -> out, residual`, in one trace."""
+def evaluator(attention: Callable) -> Callable[..., tuple[jax.Array, ...]]:
+    """Of `inputs`: out, residual, dq, dk and dv of `attention(query, key, value) -> out, residual`, in one trace."""
 
     @jax.jit
     def run(query, key, value, d_out, d_residual):
         (out, residual), vjp = jax.vjp(attention, query, key, value)
         return out, residual, *vjp((d_out, jnp.where(jnp.isfinite(residual), d_residual, 0)))
 
-    return [np.asarray(x, np.float64) for x in run(*arrays)]
+    return run
+
+
+def evaluate(attention: Callable, arrays: list[jax.Array]) -> list[np.ndarray]:
+    """The results of `evaluator`, in float64."""
+    return [np.asarray(x, np.float64) for x in evaluator(attention)(*arrays)]
 
 
 @functools.cache
