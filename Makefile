@@ -6,7 +6,7 @@ BIN := $(ENV)/bin
 PINS := constraints.txt constraints-$(JAX).txt
 
 # Compiling, not running, is what the tests' tiny programs cost on a CPU: these flags halve it.
-test: export XLA_FLAGS := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
+test: export XLA_FLAGS := $(XLA_FLAGS) --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 
 .PHONY: demo test lint clean
 
@@ -16,7 +16,7 @@ demo: $(ENV)/ready
 test: $(ENV)/ready
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-lint: $(ENV)/ready
+lint: $(ENV)/ready-to-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
@@ -25,7 +25,11 @@ $(ENV)/ready: pyproject.toml $(PINS)
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 12))" || \
 		{ echo "Python >= 3.12 is required, $(PYTHON) is older; use make PYTHON=/path/to/python3.12"; exit 1; }
 	$(PYTHON) -m venv $(ENV)
-	$(BIN)/python -m pip install --quiet $(addprefix -c ,$(PINS)) -e ".[examples,tests,lint]"
+	$(BIN)/python -m pip install --quiet $(addprefix -c ,$(PINS)) -e ".[examples,tests]"
+	touch $@
+
+$(ENV)/ready-to-lint: $(ENV)/ready
+	$(BIN)/python -m pip install --quiet $(addprefix -c ,$(PINS)) -e ".[lint]"
 	touch $@
 
 clean:

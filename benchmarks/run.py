@@ -202,8 +202,11 @@ def _version(package: str) -> str | None:
         return None
 
 
-def commit() -> str | None:
-    """The commit with `+dirty` if files differ from it, results aside: each run changes those itself."""
+def commit() -> str:
+    """The commit with `+dirty` if files differ from it, results aside: each run changes those itself.
+
+    Without git it is the environment variable PALLAS_FLASH_COMMIT; a row must name one.
+    """
 
     def git(*args):
         return subprocess.run(("git", "-C", ROOT, *args), capture_output=True, text=True, check=True).stdout.strip()
@@ -212,7 +215,9 @@ def commit() -> str | None:
         changed = git("status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")
         return git("rev-parse", "HEAD") + ("+dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("PALLAS_FLASH_COMMIT")
+        if not (named := os.environ.get("PALLAS_FLASH_COMMIT")):
+            sys.exit("no git here: set PALLAS_FLASH_COMMIT to the commit that is measured")
+        return named
 
 
 def environment() -> dict[str, Any]:

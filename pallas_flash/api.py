@@ -45,6 +45,12 @@ def flash_attention(
 ) -> tuple[Array, Array]: ...
 
 
+@overload
+def flash_attention(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, *, return_residual: bool, **options: Unpack[Options]
+) -> Array | tuple[Array, Array]: ...
+
+
 def flash_attention(  # pyright: ignore[reportInconsistentOverload]  (the keywords in full)
     query,
     key,
@@ -87,7 +93,8 @@ def flash_attention(  # pyright: ignore[reportInconsistentOverload]  (the keywor
         implementation: "triton" (NVIDIA GPUs from Ampere on), "xla" (any device, differentiable to any order, in
             forward mode too), or None for the fastest that accepts the call; `explain` tells which and why.
         query_offset: Integer, scalar or [*B]: the position of query 0 among the keys, which moves the causal edge and
-            the window. S - T aligns the last query with the last key.
+            the window. S - T aligns the last query with the last key. A Python int compiles anew for each value, an
+            array does not.
         deterministic: Whether gradients must be bitwise reproducible. Both implementations always are.
         precision: `jax.lax.Precision` (or its name) of the dots of float32 inputs, forward and backward: on GPUs
             "default" is tf32 and "highest" as accurate as float32; the Triton kernels take "high" as "highest". None
@@ -101,7 +108,8 @@ def flash_attention(  # pyright: ignore[reportInconsistentOverload]  (the keywor
 
     Raises:
         TypeError, ValueError: An argument is wrong; the message names it, what was expected, what came and the remedy.
-        NotImplementedError: `implementation` refuses the call, with the reason.
+        NotImplementedError: `implementation` refuses the call, with the reason; or a second derivative is taken through
+            the kernels. They have no forward mode either (JAX raises a TypeError): use implementation="xla".
 
     Source: Dao, FlashAttention-2 (arXiv:2307.08691); docs/algorithm.md has the equations.
     """

@@ -31,13 +31,18 @@ class Implementation:
 
 @functools.cache
 def implementations() -> tuple[Implementation, ...]:
-    """All of them, fastest first. Imported on first use: Triton's lowering is absent from some jaxlibs."""
-    triton = importlib.import_module("pallas_flash.kernels.triton")
+    """All of them, fastest first. Imported on first use: where JAX comes without Triton's lowering, it is refused."""
     xla = importlib.import_module("pallas_flash.xla")
-    return (
-        Implementation("triton", triton.refusal, triton.forward, triton.backward, triton.plan),
-        Implementation("xla", xla.refusal, xla.forward),
-    )
+    return _triton(), Implementation("xla", xla.refusal, xla.forward)
+
+
+def _triton() -> Implementation:
+    try:
+        triton = importlib.import_module("pallas_flash.kernels.triton")
+    except ImportError as error:
+        reason = f"its kernels cannot be imported ({error}); install jax and jaxlib of a supported version"
+        return Implementation("triton", lambda problem: reason, lambda *tensors: None)
+    return Implementation("triton", triton.refusal, triton.forward, triton.backward, triton.plan)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -96,14 +96,15 @@ def padded(width: int) -> int:
 def shared_memory(kernel: str, blocks: Blocks, sizes: Sizes) -> int:
     """Bytes of shared memory: what stays in place once, what streams past `num_stages` times.
 
-    For "half" it is what the compiler takes on Hopper (up to 1 KiB of row vectors); for the others an upper bound,
-    since tf32x3 keeps the high and the low part of what it splits.
+    For "half" it is what the compiler takes on Hopper; for the others an upper bound, since tf32x3 keeps the high and
+    the low part of what it splits.
     """
     both = padded(sizes.H) + padded(sizes.Hv)
     fixed, moving = (blocks.block_q, blocks.block_k) if kernel != "dkv" else (blocks.block_k, blocks.block_q)
     fixed_width = padded(sizes.H) if kernel == "forward" else both
     itemsize = {"half": 2, "tf32": 4, "tf32x3": 8}[sizes.dots]
-    return itemsize * (fixed * fixed_width + blocks.num_stages * moving * both)
+    vectors = 8 * blocks.num_stages * moving if kernel == "dkv" else 0  # log-sum-exp and delta, float32
+    return itemsize * (fixed * fixed_width + blocks.num_stages * moving * both) + vectors
 
 
 # The best blocks per dots, kernel and padded head dim, as measured on an H200 ("half" at T = 8192, the others at 4096).

@@ -14,7 +14,7 @@ from pallas_flash.plan import Plan
 
 IMPLEMENTATIONS = ("triton", "xla")
 FAR = 2**29
-"""Windows and offsets beyond this are taken as this, so that sums of two of them and an index fit int32."""
+"""Edges of the window and traced offsets beyond this are taken as this, so that their sums with indices fit int32."""
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -33,7 +33,7 @@ class Problem:
     Attributes:
         mask: `masks.Mask`: which scores count, beyond the array bounds T and S.
         scale: float32 [B] when the user's scale is traced, else None.
-        static_scale: The scale when it is not traced.
+        static_scale: The scale when it is not traced, else None.
         B, T, S, N, K, H, Hv: Sizes, in jax.nn's letters.
         dtype: Name of the dtype of query, key, value and output.
         precision: Of the dots of float32 inputs.
@@ -44,7 +44,7 @@ class Problem:
 
     mask: Any
     scale: Any
-    static_scale: float = _static()
+    static_scale: float | None = _static()
     B: int = _static()
     T: int = _static()
     S: int = _static()
@@ -64,14 +64,14 @@ class Problem:
         return self.N // self.K
 
     @property
-    def any_scale(self) -> float | Array:
-        """The scale, traced or not."""
+    def any_scale(self) -> Any:
+        """The scale: a float, or traced."""
         return self.static_scale if self.scale is None else self.scale
 
     @property
     def is_empty(self) -> bool:
         """Whether there is no score at all, so that every output row is 0."""
-        return 0 in (self.B, self.T, self.S, self.N, self.H, self.Hv)
+        return 0 in (self.B, self.T, self.S, self.N)
 
 
 def pose(
@@ -158,7 +158,7 @@ def _sizes(query, key, value) -> tuple[tuple[int, ...], dict[str, int]]:
     return tuple(batch), dict(T=T, S=S, N=N, K=K, H=H, Hv=Hv)
 
 
-def _scale(scale: Any, H: int, batch: tuple[int, ...], dtype) -> tuple[float, Array | None]:
+def _scale(scale: Any, H: int, batch: tuple[int, ...], dtype) -> tuple[float | None, Array | None]:
     """The scale as (static, traced)."""
     if scale is None:
         return 1.0 / math.sqrt(H), None
@@ -172,7 +172,7 @@ def _scale(scale: Any, H: int, batch: tuple[int, ...], dtype) -> tuple[float, Ar
             f"scale: expected None, a number or a floating scalar array, got {_describe(scale)}; "
             "multiply the query for a scale per head or position"
         )
-    return math.nan, jnp.broadcast_to(jnp.asarray(scale, jnp.promote_types(dtype, jnp.float32)), math.prod(batch))
+    return None, jnp.broadcast_to(jnp.asarray(scale, jnp.promote_types(dtype, jnp.float32)), math.prod(batch))
 
 
 def _band(is_causal: bool, window: Any, offset: Any, batch: tuple[int, ...]) -> Band:
@@ -186,14 +186,13 @@ def _band(is_causal: bool, window: Any, offset: Any, batch: tuple[int, ...]) -> 
                 f"local_window_size: expected None, an int >= 0 or a pair (left, right) of them, got {window!r}; "
                 "use None for a side without bound"
             )
-    lo = None if left is None else -min(int(left), FAR)
-    hi = None if right is None else min(int(right), FAR)
+    lo = None if left is None else -int(left)
+    hi = None if right is None else int(right)
     if is_causal:
         hi = 0 if hi is None else min(hi, 0)
-    if isinstance(offset, int | np.integer) and not isinstance(offset, bool):
-        offset = max(-FAR, min(int(offset), FAR))
-        return Band(None if lo is None else lo + offset, None if hi is None else hi + offset)
-    return Band(lo, hi, _per_batch("query_offset", offset, batch))
+    shift = int(offset) if isinstance(offset, int | np.integer) and not isinstance(offset, bool) else None
+    lo, hi = (None if edge is None else max(-FAR, min(edge + (shift or 0), FAR)) for edge in (lo, hi))
+    return Band(lo, hi, _per_batch("query_offset", offset, batch) if shift is None else None)
 
 
 def _per_batch(name: str, values: Any, batch: tuple[int, ...], limit: int | None = None) -> Array | None:
@@ -201,31 +200,39 @@ def _per_batch(name: str, values: Any, batch: tuple[int, ...], limit: int | None
     if values is None and limit is not None:
         return None
     try:
-        values = values if hasattr(values, "dtype") else np.asarray(values)
-    except ValueError as error:
+        values = values if isinstance(values, Array) else np.asarray(values)
+    except (TypeError, ValueError) as error:
         raise TypeError(f"{name}: expected integers, got {values!r}; pass one int32 per batch entry") from error
     if not jnp.issubdtype(values.dtype, jnp.integer):
         raise TypeError(f"{name}: expected an integer dtype, got {values.dtype}; pass one int32 per batch entry")
+    low, high = (-FAR, FAR) if limit is None else (0, limit)
+    if isinstance(values, np.ndarray):
+        values = np.minimum(values, np.uint64(FAR)) if values.dtype == np.uint64 else values
+        values = np.clip(values.astype(np.int64), low, high)
+    elif jnp.issubdtype(values.dtype, jnp.unsignedinteger):
+        values = jnp.minimum(values.astype(jnp.promote_types(values.dtype, jnp.uint32)), high)
+    else:
+        values = jnp.clip(values.astype(jnp.promote_types(values.dtype, jnp.int32)), low, high)
     try:
-        values = jnp.broadcast_to(values, batch).reshape(-1)
+        return jnp.asarray(jnp.broadcast_to(values, batch).reshape(-1), jnp.int32)
     except ValueError:
         raise ValueError(
             f"{name}: expected shape {batch}, the batch axes of query, or one that broadcasts to it, "
             f"got {values.shape}; pass one int32 per batch entry"
         ) from None
-    wide = values if values.dtype.itemsize >= 4 else values.astype(jnp.int32)  # the bounds must fit the dtype
-    bounds = (-FAR, FAR) if limit is None else (0, limit)
-    return jnp.clip(wide, *bounds).astype(jnp.int32)
 
 
 def _precision(precision) -> lax.Precision:
     """Of the argument, or else of `jax.default_matmul_precision`."""
     if precision is None:
         default = jax.config.jax_default_matmul_precision or "default"  # pyright: ignore[reportAttributeAccessIssue]
-        if default in ("high", "highest", "float32"):
-            return lax.Precision(default)
-        exact = default.startswith(("F32", "F64")) or "_F32_X" in default  # the algorithm presets
-        return lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
+        if "_" in default:  # an algorithm preset
+            return (
+                lax.Precision.HIGHEST
+                if default.startswith(("F32", "F64")) or "_X" in default
+                else lax.Precision.DEFAULT
+            )
+        precision = default
     try:
         return lax.Precision(precision)
     except (ValueError, TypeError):

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 MASKED = -1e30
-"""Stands for -inf in scores and running maxima: differences of it stay finite."""
+"""Stands for -inf in scores and running maxima, as differences of it stay finite; real logits must be above it."""
 
 
 class Elementary(NamedTuple):

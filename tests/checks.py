@@ -1,5 +1,6 @@
 """The one comparison of all tests: against the oracle, with a tolerance derived from the dense computation."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -38,34 +39,60 @@ def evaluate(attention: Callable, arrays: list[jax.Array]) -> list[np.ndarray]:
     return [np.asarray(x, np.float64) for x in evaluator(attention)(*arrays)]
 
 
+def row_error(values: np.ndarray, reference: np.ndarray) -> float:
+    """Largest error of a row relative to its norm, among the rows that are not small beside the largest."""
+    norms = np.linalg.norm(reference, axis=-1)
+    counted = norms > 0.02 * np.max(norms, initial=0.0)
+    return float(np.max(np.linalg.norm(values - reference, axis=-1)[counted] / norms[counted], initial=0.0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """A tensor by the oracle, and what is tolerated: the largest error, and the largest of a row relative to its norm.
+
+    The second sees what the first does not: in causal attention the first rows are much larger than the others.
+    """
+
+    values: np.ndarray
+    absolute: float
+    by_row: float
+
+
 @functools.cache
-def expected(case: Case, precision: str | None = "highest") -> tuple[list[np.ndarray], list[float]]:
-    """What is right by the oracle, and the errors that are tolerated."""
+def expected(case: Case, precision: str | None) -> dict[str, Expected]:
+    """What is right, and tolerances from the error of the dense computation at that precision."""
     arrays = inputs(case)
-    exact = [np.asarray(x, np.float64) for x in arrays]
-    options = case.options()
+    exact, options = [np.asarray(x, np.float64) for x in arrays], case.options()
     right = [*oracle.attend(*exact[:3], **options), *oracle.gradients(*exact, **options)[:3]]
-    attention = functools.partial(dense.attend, dtype=case.dtype, precision=precision, **options)
-    finite = [np.where(np.isfinite(x), x, 0) for x in right]
-    errors = [
-        error(np.where(np.isfinite(x), x, 0), ref) for x, ref in zip(evaluate(attention, arrays), finite, strict=True)
-    ]
-    # The residual is float32 whatever the inputs, so its floor is too.
-    dtypes = [case.dtype, "float32", *[case.dtype] * 3]
-    largest = np.max(np.abs(finite[1]), initial=0.0)
-    exponents = [largest, 0.0, *[largest] * 3]
-    return right, [tolerance(*each) for each in zip(errors, finite, dtypes, exponents, strict=True)]
+    by_matrix = evaluate(functools.partial(dense.attend, dtype=case.dtype, precision=precision, **options), arrays)
+    finite = np.isfinite(right[1])
+    exponent = np.max(np.abs(right[1][finite]), initial=0.0)
+    found = {}
+    for name, ref, other in zip(NAMES, right, by_matrix, strict=True):
+        if name == "residual":  # float32 whatever the inputs, and a row is one number
+            limit = tolerance(error(other[finite], ref[finite]), ref[finite], "float32")
+            found[name] = Expected(ref, limit, np.inf)
+        else:
+            limit = tolerance(error(other, ref), ref, case.dtype, exponent)
+            # Four times the rule: where terms cancel, the worst rows of two right computations differ by chance.
+            # Measured up to 2.6 times in float32 and 1.6 in bfloat16; a row that is missing is off by 1.
+            by_row = 4 * tolerance(row_error(other, ref), np.ones(1), case.dtype, exponent)
+            found[name] = Expected(ref, limit, by_row)
+    return found
 
 
 def check(case: Case, attention: Callable, precision: str | None = "highest") -> None:
     """Compares all five tensors; a row that attends to nothing must give exactly 0 and -inf."""
-    right, tolerated = expected(case, precision)
-    found = evaluate(attention, inputs(case))
-    assert np.array_equal(np.isneginf(found[1]), np.isneginf(right[1])), "rows that attend to nothing"
-    assert not found[0][np.isneginf(right[1])].any(), "outputs of rows that attend to nothing"
-    for name, ours, ref, limit in zip(NAMES, found, right, tolerated, strict=True):
-        finite = np.isfinite(ref)
-        off = error(ours[finite], ref[finite])
-        assert off <= limit, (
-            f"{name}: error {off:.3g} exceeds {limit:.3g}, largest value {np.max(np.abs(ref[finite])):.3g}"
-        )
+    right = expected(case, precision)
+    found = dict(zip(NAMES, evaluate(attention, inputs(case)), strict=True))
+    empty = np.isneginf(right["residual"].values)
+    assert np.array_equal(np.isneginf(found["residual"]), empty), "rows that attend to nothing"
+    assert not found["out"][empty].any(), "outputs of rows that attend to nothing"
+    for name, ours in found.items():
+        ref = right[name]
+        finite = np.isfinite(ref.values)
+        off = error(ours[finite], ref.values[finite])
+        assert off <= ref.absolute, f"{name}: error {off:.3g} exceeds {ref.absolute:.3g}"
+        if name != "residual":
+            off = row_error(ours, ref.values)
+            assert off <= ref.by_row, f"{name}: a row is off by {off:.3g} of its norm, {ref.by_row:.3g} is tolerated"

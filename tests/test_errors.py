@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_flash import Blocks, Plan, explain, flash_attention, plan
+from pallas_flash import Blocks, Plan, dispatch, explain, flash_attention, plan
+from pallas_flash.problem import _precision
 
 B, T, S, N, K, H = 2, 4, 6, 4, 2, 8
 PLAN = Plan(Blocks(32, 16), Blocks(16, 32), Blocks(32, 32))
@@ -398,14 +400,12 @@ def test_numpy_scalars_are_numbers():
 @pytest.mark.parametrize(
     "scale", [None, 0.5, jnp.float32(0.5), np.array(0.5)], ids=["none", "static", "single", "double"]
 )
-@pytest.mark.parametrize("options", [{"implementation": "xla"}, {"interpret": True}], ids=["xla", "triton"])
-def test_float32_under_enable_x64(options, scale):
-    """Traced only: what JAX's interpreter makes of a kernel mixes index types then."""
-
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_float32_under_enable_x64(implementation, scale):
     def attend(query, key, value):
-        return flash_attention(query, key, value, **options, scale=scale, return_residual=True)
+        return flash_attention(query, key, value, implementation=implementation, scale=scale, return_residual=True)
 
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), device("NVIDIA H200"):
         out, residual = jax.eval_shape(attend, *TENSORS.values())
     assert (out.dtype, residual.dtype) == (np.float32, np.float32)
 
@@ -418,10 +418,22 @@ def test_residual_of_float64_is_float64(keys):
     assert (out.dtype, residual.dtype) == (np.float64, np.float64)
 
 
-@pytest.mark.parametrize("setting", ["bfloat16", "tensorfloat32", "float32", "BF16_BF16_F32_X3", "TF32_TF32_F32"])
-def test_any_default_matmul_precision_is_followed(setting):
+@pytest.mark.parametrize(
+    "setting,precision",
+    [
+        ("bfloat16", "DEFAULT"),
+        ("tensorfloat32", "HIGH"),
+        ("float32", "HIGHEST"),
+        ("BF16_BF16_F32_X3", "HIGHEST"),
+        ("TF32_TF32_F32", "DEFAULT"),
+    ],
+)
+def test_any_default_matmul_precision_is_followed(setting, precision):
+    """As `jax.lax.Precision` names it, where it does; and as the keyword of the same name."""
     with jax.default_matmul_precision(setting):
-        assert explain(**TENSORS).implementation == "xla"
+        assert _precision(None) is jax.lax.Precision[precision]
+    if "_" not in setting:
+        assert _precision(setting) is jax.lax.Precision[precision]
 
 
 def attended(**options) -> np.ndarray:
@@ -447,5 +459,42 @@ def test_offsets_are_any_int32(form):
 def test_lengths_of_any_integer_dtype(dtype):
     """Also where the limit, 300, does not fit into the dtype."""
     query = jnp.ones((1, 300, 1, 1))
-    out = flash_attention(query, query, query, query_seq_lengths=np.array([100], dtype))
-    assert int((out > 0).sum()) == 100
+    for module in (np, jnp) if np.dtype(dtype).itemsize <= 4 else (np,):
+        lengths = module.array([100], dtype)
+        out = flash_attention(query, query, query, query_seq_lengths=lengths)
+        assert int((out > 0).sum()) == 100
+
+
+@pytest.mark.parametrize("offset", [np.uint8(1), np.uint32(1), jnp.uint32(1), np.uint64(1), np.int64(1), jnp.int8(1)])
+def test_offsets_of_any_integer_dtype(offset):
+    np.testing.assert_array_equal(attended(is_causal=True, query_offset=offset), np.tri(T, S, 1) > 0)
+
+
+def test_integers_beyond_int32_are_clipped_not_wrapped():
+    assert attended(is_causal=True, query_offset=np.array(2**31)).all()
+    assert attended(key_value_seq_lengths=np.array([2**32 + 1])).all()
+    assert not attended(query_offset=2**30, local_window_size=(2**29 + 10, None)).any()
+
+
+def test_traced_values_in_a_list_are_named():
+    def run(x):
+        return flash_attention(**TENSORS, query_seq_lengths=[x])
+
+    with pytest.raises(TypeError, match="query_seq_lengths: expected integers"):
+        jax.jit(run)(jnp.int32(1))
+
+
+def test_xla_runs_without_the_kernels(monkeypatch):
+    """Where Triton's lowering cannot be imported, it is refused with that reason and the rest goes on."""
+    monkeypatch.setitem(sys.modules, "pallas_flash.kernels.triton", None)
+    dispatch.implementations.cache_clear()
+    try:
+        choice = explain(**TENSORS)
+        assert choice.implementation == "xla" and "cannot be imported" in choice.refusals["triton"]
+    finally:
+        dispatch.implementations.cache_clear()
+
+
+def test_interpret_mode_under_x64_is_refused():
+    with jax.enable_x64(True), pytest.raises(NotImplementedError, match="jax_enable_x64"):
+        flash_attention(**TENSORS, interpret=True)

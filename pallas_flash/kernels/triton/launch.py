@@ -22,7 +22,7 @@ from pallas_flash import plan as plans
 from pallas_flash.masks import Lengths, Mask, Span
 from pallas_flash.plan import Blocks, Plan, padded
 from pallas_flash.problem import Problem
-from pallas_flash.softmax import Elementary
+from pallas_flash.softmax import PLAIN, Elementary
 from pallas_flash.tile import indices
 
 
@@ -32,6 +32,7 @@ class _CompilerParams(plt.CompilerParams):
 
 
 def _quiet_lowering(*args, **kwargs):
+    # Filters are the process's, so that another thread may see the warning while this one lowers.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
         return pallas_call_lowering(*args, **kwargs)
@@ -44,6 +45,8 @@ def refusal(problem: Problem) -> str | None:
     """Why these kernels cannot serve the problem on the current device; None: they can."""
     if problem.dtype == "float64":
         return "float64 is not supported; cast to float32 or use implementation='xla'"
+    if problem.interpret and jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        return "Pallas' interpret mode mixes int32 and int64 indices under jax_enable_x64; disable it around the call"
     for name, width in (("query", problem.H), ("value", problem.Hv)):
         if width > 256:
             return (
@@ -281,7 +284,7 @@ def _dot_precision(problem: Problem) -> lax.Precision | lax.DotAlgorithmPreset:
 
 def elementary(problem: Problem) -> Elementary:
     """The GPU's functions, or in interpret mode their plain twins."""
-    return Elementary() if problem.interpret else _HARDWARE
+    return PLAIN if problem.interpret else _HARDWARE
 
 
 def _assembly(instructions: str, *args: ArrayLike) -> Array:

@@ -1,0 +1,22 @@
+"""What is shown to readers runs: the smallest example, and the code blocks of the README."""
+
+import pathlib
+import re
+import runpy
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def test_minimal_flash(capsys):
+    """It prints a line of errors for each mask, and checks them itself."""
+    runpy.run_path(str(ROOT / "examples" / "minimal_flash.py"), run_name="__main__")
+    assert "causal" in capsys.readouterr().out
+
+
+def test_readme():
+    """The Python blocks, one after the other in one namespace."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    namespace: dict = {}
+    for block in blocks:
+        exec(block, namespace)
+    assert len(blocks) >= 3 and namespace["out"].shape == namespace["query"].shape
