@@ -74,9 +74,10 @@ def expected(case: Case, precision: str | None) -> dict[str, Expected]:
             found[name] = Expected(ref, limit, np.inf)
         else:
             limit = tolerance(error(other, ref), ref, case.dtype, exponent)
-            # Four times the rule: where terms cancel, the worst rows of two right computations differ by chance.
-            # Measured up to 2.6 times in float32 and 1.6 in bfloat16; a row that is missing is off by 1.
-            by_row = 4 * tolerance(row_error(other, ref), np.ones(1), case.dtype, exponent)
+            # 16 times the dense error, not twice: where terms cancel, the worst rows of two right computations differ by
+            # chance, and dq inherits the rounding of the output through delta. Measured up to 10 times in bfloat16 and
+            # 6.5 in float32; a row that is missing is off by 1.
+            by_row = 16 * row_error(other, ref) + tolerance(0.0, np.ones(1), case.dtype, exponent) / 4
             found[name] = Expected(ref, limit, by_row)
     return found
 
