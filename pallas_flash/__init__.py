@@ -4,6 +4,8 @@ from pallas_flash.api import explain as explain
 from pallas_flash.api import flash_attention as flash_attention
 from pallas_flash.dispatch import Explanation as Explanation
 from pallas_flash.plan import Blocks as Blocks
+from pallas_flash.plan import MosaicBlocks as MosaicBlocks
+from pallas_flash.plan import MosaicPlan as MosaicPlan
 from pallas_flash.plan import Plan as Plan
 from pallas_flash.softmax import merge as merge
 from pallas_flash.vjp import RESIDUAL_NAMES as RESIDUAL_NAMES

@@ -9,7 +9,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from pallas_flash import dispatch, problem, vjp
-from pallas_flash.plan import Plan
+from pallas_flash.plan import MosaicPlan, Plan
 
 
 class Options(TypedDict, total=False):
@@ -24,7 +24,7 @@ class Options(TypedDict, total=False):
     query_offset: ArrayLike
     deterministic: bool
     precision: Any
-    plan: Plan | None
+    plan: Plan | MosaicPlan | None
     interpret: bool
 
 

@@ -5,7 +5,7 @@ import functools
 import importlib
 from collections.abc import Callable, Mapping
 
-from pallas_flash.plan import Plan
+from pallas_flash.plan import MosaicPlan, Plan
 from pallas_flash.problem import Problem
 
 
@@ -26,23 +26,24 @@ class Implementation:
     refusal: Callable[[Problem], str | None]
     forward: Callable
     backward: Callable | None = None
-    plan: Callable[[Problem], Plan] | None = None
+    plan: Callable[[Problem], Plan | MosaicPlan] | None = None
 
 
 @functools.cache
 def implementations() -> tuple[Implementation, ...]:
-    """All of them, fastest first. Imported on first use: where JAX comes without Triton's lowering, it is refused."""
+    """All of them, fastest first. Imported on first use: kernels whose compiler JAX comes without are refused."""
     xla = importlib.import_module("pallas_flash.xla")
-    return _triton(), Implementation("xla", xla.refusal, xla.forward)
+    kernels = _kernels("mosaic_gpu", "pallas_flash.kernels.mosaic_gpu"), _kernels("triton", "pallas_flash.kernels.triton")
+    return *kernels, Implementation("xla", xla.refusal, xla.forward)
 
 
-def _triton() -> Implementation:
+def _kernels(name: str, package: str) -> Implementation:
     try:
-        triton = importlib.import_module("pallas_flash.kernels.triton")
+        kernels = importlib.import_module(package)
     except ImportError as error:
         reason = f"its kernels cannot be imported ({error}); install jax and jaxlib of a supported version"
-        return Implementation("triton", lambda problem: reason, lambda *tensors: None)
-    return Implementation("triton", triton.refusal, triton.forward, triton.backward, triton.plan)
+        return Implementation(name, lambda problem: reason, lambda *tensors: None)
+    return Implementation(name, kernels.refusal, kernels.forward, kernels.backward, kernels.plan)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Explanation:
 
     implementation: str
     refusals: Mapping[str, str]
-    plan: Plan | None
+    plan: Plan | MosaicPlan | None
 
     def __str__(self) -> str:
         rows = [("implementation", "", "why")]

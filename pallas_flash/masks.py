@@ -205,23 +205,56 @@ class Visit(NamedTuple):
     full_end: Index
     end: Index
 
+    @property
+    def _left(self) -> Index:
+        """How many of the blocks that need `keep` come before the full ones."""
+        return self.full_start - self.start
+
+    @property
+    def edges(self) -> Index:
+        """How many blocks need `keep`."""
+        return self._left + self.end - self.full_end
+
+    @property
+    def has_edges(self) -> bool:
+        """Whether some block may need `keep`."""
+        return not _is(self.edges, 0)
+
+    @property
+    def count(self) -> Index:
+        """How many blocks there are to walk."""
+        return self.end - self.start
+
+    def block(self, t: Index) -> Index:
+        """The t-th block of the walk."""
+        full = self.full_start + t - self.edges
+        return full if _is(self.edges, 0) else _where(t < self.edges, self._edge(t), full)
+
+    def _edge(self, t: Index) -> Index:
+        """The t-th block that needs `keep`."""
+        right = self.full_end + t - self._left
+        return right if _is(self._left, 0) else _where(t < self._left, self.start + t, right)
+
+    def at_least_one(self) -> "Visit":
+        """With one block, kept nowhere, where there is none: for kernels that must start with a block."""
+        return self._replace(end=_max(self.end, self.start + 1))
+
     def walk(self, step: Callable[[Index, Carry, bool], Carry], carry: Carry) -> Carry:
         """Runs `step(block, carry, edge)` over the blocks: those that need `keep` (edge=True), then the full ones.
 
         In this order ptxas keeps the tensor-core pipeline of the full loop; the other way round it serialises wgmma.
         """
-        left = self.full_start - self.start
-        edges = left + self.end - self.full_end
-
-        def edge_block(t: Index) -> Index:
-            right = self.full_end + t - left
-            return right if _is(left, 0) else _where(t < left, self.start + t, right)
-
-        if not _is(edges, 0):
-            carry = lax.fori_loop(0, edges, lambda t, c: step(edge_block(t), c, True), carry)
+        if self.has_edges:
+            carry = lax.fori_loop(0, self.edges, lambda t, c: step(self._edge(t), c, True), carry)
         if not _is(self.full_end - self.full_start, 0):
             carry = lax.fori_loop(self.full_start, self.full_end, lambda j, c: step(j, c, False), carry)
         return carry
+
+    def walk_by_turn(self, step: Callable[[Index, Carry, bool], Carry], carry: Carry, skip: int = 0) -> Carry:
+        """As `walk`, but with `step(t, carry, edge)` for the t-th block, and from the one after `skip` on."""
+        if self.has_edges:
+            carry = lax.fori_loop(skip, self.edges, lambda t, c: step(t, c, True), carry)
+        return lax.fori_loop(_max(self.edges, skip), self.count, lambda t, c: step(t, c, False), carry)
 
 
 def visit(mask: Mask, rows: Span, columns: Span, block: int) -> Visit:

@@ -75,6 +75,59 @@ class Plan:
         return f"forward {self.forward}, dq {self.dq}, dkv {self.dkv}"
 
 
+@dataclasses.dataclass(frozen=True)
+class MosaicBlocks:
+    """How one Mosaic-GPU kernel is cut.
+
+    Attributes:
+        block_q: Queries per tile, a multiple of 64 up to 192.
+        block_k: Keys per tile, 64 or 128.
+        num_stages: Tiles of each operand in flight, 1 to 8.
+        head_group: As in `Blocks`.
+
+    Raises:
+        ValueError: A field is out of its range.
+    """
+
+    block_q: int
+    block_k: int
+    num_stages: int = 2
+    head_group: int = 1
+
+    def __post_init__(self):
+        ranges = {"block_q": (64, 128, 192), "block_k": (64, 128), "num_stages": range(1, 9)}
+        for name, allowed in {**ranges, "head_group": range(1, 1025)}.items():
+            if (n := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name}: expected one of {allowed}, got {n!r}; plan=None picks one")
+
+    def __str__(self) -> str:
+        return f"{self.block_q}x{self.block_k} s{self.num_stages} g{self.head_group}"
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicPlan:
+    """Block sizes of the Mosaic-GPU kernels.
+
+    Attributes:
+        forward: Of the output; one to three warp groups of 64 queries each.
+        backward: Of the gradients; two warp groups of 64 keys each, `block_q` 64 or 128.
+
+    Raises:
+        TypeError: A field is no `MosaicBlocks`.
+    """
+
+    forward: MosaicBlocks
+    backward: MosaicBlocks
+
+    def __post_init__(self):
+        for kernel in ("forward", "backward"):
+            if not isinstance(blocks := getattr(self, kernel), MosaicBlocks):
+                raise TypeError(f"{kernel}: expected a pallas_flash.MosaicBlocks, got {blocks!r}; plan=None picks one")
+
+    def __str__(self) -> str:
+        return f"forward {self.forward}, backward {self.backward}"
+
+
 class Sizes(NamedTuple):
     """What the choice of a plan depends on: lengths, head dims, and how the dots are computed.
 
@@ -162,3 +215,20 @@ def _shortened(blocks: Blocks, sizes: Sizes) -> Blocks:
     return dataclasses.replace(
         blocks, block_q=min(blocks.block_q, padded(sizes.T)), block_k=min(blocks.block_k, padded(sizes.S))
     )
+
+
+# Forward and backward by padded head dim, as measured on an H200 at T = 8192.
+_MOSAIC = {
+    64: ((192, 128, 2, 8), (128, 128, 2, 8)),
+    128: ((128, 128, 2, 4), (64, 128, 2, 4)),
+    192: ((128, 64, 2, 4), (64, 128, 1, 4)),
+    256: ((128, 64, 2, 8), (64, 128, 1, 4)),
+}
+
+
+@functools.cache
+def choose_mosaic(T: int, H: int, Hv: int) -> MosaicPlan:
+    """The plan of the Mosaic-GPU kernels for a Hopper GPU."""
+    width = max(64, -(-max(H, Hv) // 64) * 64)
+    forward, backward = (MosaicBlocks(*blocks) for blocks in _MOSAIC[width])
+    return MosaicPlan(dataclasses.replace(forward, block_q=min(forward.block_q, -(-T // 64) * 64)), backward)

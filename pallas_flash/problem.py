@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from typing import Any
 
 import jax
@@ -10,9 +11,9 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_flash.masks import Band, Lengths
-from pallas_flash.plan import Plan
+from pallas_flash.plan import MosaicPlan, Plan
 
-IMPLEMENTATIONS = ("triton", "xla")
+IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
 FAR = 2**29
 """Edges of the window and traced offsets beyond this are taken as this, so that their sums with indices fit int32."""
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -37,6 +38,7 @@ class Problem:
         B, T, S, N, K, H, Hv: Sizes, in jax.nn's letters.
         dtype: Name of the dtype of query, key, value and output.
         precision: Of the dots of float32 inputs.
+        deterministic: Whether gradients must be bitwise reproducible.
         implementation: Name of an implementation; None: not chosen yet.
         plan: `Plan` of block sizes; None: not chosen yet.
         interpret: Whether Pallas kernels run in interpret mode.
@@ -54,6 +56,7 @@ class Problem:
     Hv: int = _static()
     dtype: str = _static()
     precision: lax.Precision = _static()
+    deterministic: bool = _static()
     implementation: str | None = _static()
     plan: Any = _static()
     interpret: bool = _static()
@@ -96,9 +99,10 @@ def pose(
         raise ValueError(
             f"implementation: expected None or one of {IMPLEMENTATIONS}, got {implementation!r}; None picks the fastest"
         )
-    if not isinstance(plan, Plan | None):
+    if not isinstance(plan, Plan | MosaicPlan | None):
         raise TypeError(
-            f"plan: expected None or a pallas_flash.Plan, got {_describe(plan)}; None picks the block sizes"
+            f"plan: expected None, a pallas_flash.Plan or a MosaicPlan, got {_describe(plan)}; "
+            "None picks the block sizes"
         )
     static_scale, traced_scale = _scale(scale, sizes["H"], batch, query.dtype)
     lengths = Lengths(
@@ -113,6 +117,7 @@ def pose(
         **sizes,
         dtype=str(query.dtype),
         precision=_precision(precision),
+        deterministic=bool(deterministic) or _deterministic_ops(),
         implementation=implementation,
         plan=plan,
         interpret=bool(interpret),
@@ -240,6 +245,12 @@ def _precision(precision) -> lax.Precision:
             f"precision: expected None or a jax.lax.Precision ('default', 'high', 'highest'), got {precision!r}; "
             "None follows jax.default_matmul_precision"
         ) from None
+
+
+def _deterministic_ops() -> bool:
+    """Whether XLA_FLAGS ask for it."""
+    flags = dict(flag.partition("=")[::2] for flag in os.environ.get("XLA_FLAGS", "").split())
+    return flags.get("--xla_gpu_deterministic_ops", "false").lower() in ("", "true", "1")
 
 
 def _describe(value) -> str:

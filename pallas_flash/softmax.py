@@ -14,8 +14,10 @@ from jax.typing import ArrayLike
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
-MASKED = -1e30
-"""Stands for -inf in scores and running maxima, as differences of it stay finite; real logits must be above it."""
+LOWEST = -1e30
+"""Where running maxima start: finite, so that a row's difference to it is too; real logits must be above it."""
+TINY = 1e-37
+"""Stands for a scale of 0: the products with it vanish beside any other logit, and its product with -inf is -inf."""
 
 
 class Elementary(NamedTuple):
@@ -24,23 +26,27 @@ class Elementary(NamedTuple):
     Attributes:
         exp2: 2^x.
         fma_exp2: 2^(a·b + c), fused.
+        constant: x, without a derivative; the identity where nothing is differentiated.
     """
 
     exp2: Callable[[Array], Array] = jnp.exp2
     fma_exp2: Callable[[Array, ArrayLike, Array], Array] = lambda a, b, c: jnp.exp2(a * b + c)
+    constant: Callable[[Array], Array] = lax.stop_gradient
 
 
 PLAIN = Elementary()
 
 
 def base2(scale: float | Array) -> tuple[float | Array, float | Array]:
-    """A sign (1 or -1) for the query and the factor c >= 0 that takes the signed raw scores to base 2 (eq. 2).
+    """A sign (1 or -1) for the query and the factor c > 0 that takes the signed raw scores to base 2 (eq. 2).
 
-    With c >= 0 the largest raw score of a row is its largest logit too.
+    With c > 0 the largest raw score of a row is its largest logit too.
     """
-    traced = isinstance(scale, Array)
-    sign = 1 - 2 * (scale < 0).astype(scale.dtype) if traced else math.copysign(1.0, scale)
-    return sign, scale * sign * LOG2E
+    if isinstance(scale, Array):
+        sign = 1 - 2 * (scale < 0).astype(scale.dtype)
+        return sign, jnp.maximum(scale * sign * LOG2E, TINY)
+    sign = math.copysign(1.0, scale)
+    return sign, max(scale * sign * LOG2E, TINY)
 
 
 def signed(sign: float | Array, x: Array) -> Array:
@@ -58,37 +64,45 @@ class Running(NamedTuple):
 
 def start(rows: tuple[int, ...], width: int, dtype=jnp.float32) -> Running:
     """The state before the first block."""
-    return Running(jnp.full(rows, MASKED, dtype), jnp.zeros(rows, dtype), jnp.zeros((*rows, width), dtype))
+    return Running(jnp.full(rows, LOWEST, dtype), jnp.zeros(rows, dtype), jnp.zeros((*rows, width), dtype))
 
 
-def update(
-    run: Running,
-    s: Array,
-    keep: Array | None,
-    c: ArrayLike,
-    weigh: Callable[[Array], Array],
-    fast: Elementary = PLAIN,
-) -> Running:
-    """Takes in the raw scores `s` [..., rows, columns] of one more block (eqs. 5 to 9).
+def by_row(x: Array, like: Array) -> Array:
+    """`x` [..., rows], repeated to the shape of `like` [..., rows, columns]."""
+    return lax.broadcast_in_dim(x, like.shape, range(x.ndim))
+
+
+def masked(s: Array, keep: Array | None) -> Array:
+    """The scores with -inf where they do not count, whose weight is exactly 0; `keep` None: all count."""
+    return s if keep is None else jnp.where(keep, s, -jnp.inf)
+
+
+def advance(
+    m: Array, l: Array, s: Array, c: ArrayLike, fast: Elementary = PLAIN
+) -> tuple[Array, Array, Array, Array]:
+    """Takes in the raw scores of one more block (eqs. 5 to 8): all of `update` but the output.
 
     Args:
-        run: State so far.
-        s: float32 [..., rows, columns], raw scores.
-        keep: bool, broadcastable to `s`; None: all are kept.
-        c: scale·log2(e), not negative.
-        weigh: p ↦ p·v, [..., rows, Hv].
+        m: float32 [..., rows], maximum so far, base 2, finite.
+        l: float32 [..., rows], sum so far.
+        s: float32 [..., rows, columns], raw scores, -inf where they do not count.
+        c: scale·log2(e), positive.
         fast: The implementation's elementary functions.
+
+    Returns:
+        m, l, the weights p [..., rows, columns], and alpha [..., rows] by which the output so far shrinks.
     """
-    if keep is not None:
-        s = jnp.where(keep, s, MASKED)
     # The result does not depend on m, so its derivative may be dropped.
-    m = lax.stop_gradient(jnp.maximum(run.m, jnp.max(s, -1) * c))  # eq. 5
-    p = fast.fma_exp2(s, c, -m[..., None])  # eq. 6
-    if keep is not None:
-        p = jnp.where(keep, p, 0.0)  # a row without keys so far has s = MASKED = m, and p would be 1
-    alpha = fast.exp2(run.m - m)  # eq. 7
-    l = run.l * alpha + jnp.sum(p, -1)  # noqa: E741  eq. 8
-    return Running(m, l, run.acc * alpha[..., None] + weigh(p))  # eq. 9
+    top = fast.constant(jnp.maximum(m, jnp.max(s, -1) * c))  # eq. 5
+    p = fast.fma_exp2(s, c, -by_row(top, s))  # eq. 6
+    alpha = fast.exp2(m - top)  # eq. 7
+    return top, l * alpha + jnp.sum(p, -1), p, alpha  # eq. 8
+
+
+def update(run: Running, s: Array, c: ArrayLike, weigh: Callable[[Array], Array], fast: Elementary = PLAIN) -> Running:
+    """`advance`, and the output with it (eq. 9); `weigh` is p ↦ p·v, [..., rows, Hv]."""
+    m, l, p, alpha = advance(run.m, run.l, s, c, fast)  # noqa: E741
+    return Running(m, l, run.acc * by_row(alpha, run.acc) + weigh(p))  # eq. 9
 
 
 def finish(run: Running) -> tuple[Array, Array]:
@@ -96,19 +110,22 @@ def finish(run: Running) -> tuple[Array, Array]:
     empty = run.l == 0
     l = jnp.where(empty, 1.0, run.l)  # noqa: E741
     lse = jnp.where(empty, -jnp.inf, (run.m + jnp.log2(l)) * LN2)
-    return jnp.where(empty[..., None], 0.0, run.acc * (1.0 / l)[..., None]), lse
+    return jnp.where(by_row(empty, run.acc), 0.0, run.acc * by_row(1.0 / l, run.acc)), lse
 
 
-def recompute(s: Array, keep: Array | None, c: ArrayLike, lse2: Array, fast: Elementary) -> Array:
+def base2_lse(lse: Array) -> Array:
+    """The log-sum-exp in base 2, finite: 0 for a row that kept nothing, whose weights are 0 whatever it is."""
+    return jnp.where(lse == -jnp.inf, 0.0, lse * LOG2E)
+
+
+def recompute(s: Array, c: ArrayLike, lse2: Array, fast: Elementary = PLAIN) -> Array:
     """The probabilities of raw scores `s`, given their rows' base-2 log-sum-exp, broadcastable to `s` (eq. 12)."""
-    p = fast.fma_exp2(s, c, -lse2)
-    return p if keep is None else jnp.where(keep, p, 0.0)
+    return fast.fma_exp2(s, c, -lse2)
 
 
-def d_score(p: Array, dp: Array, delta: Array, keep: Array | None) -> Array:
+def d_score(p: Array, dp: Array, delta: Array) -> Array:
     """Cotangent of the logits from that of the probabilities (eq. 16)."""
-    ds = p * (dp - delta)
-    return ds if keep is None else jnp.where(keep, ds, 0.0)  # where nothing is kept, dp and delta may be NaN
+    return p * (dp - delta)
 
 
 def merge(*parts: tuple[Array, Array]) -> tuple[Array, Array]:

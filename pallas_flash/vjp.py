@@ -55,17 +55,19 @@ def _backward(residuals, cotangents):
 _recomputing.defvjp(_forward, _backward)
 
 
-@jax.custom_jvp
+@jax.custom_vjp
 def _gradients(problem: Problem, *tensors):
     backward = dispatch.chosen(problem).backward
     assert backward is not None
     return backward(problem, *tensors)
 
 
-@_gradients.defjvp
-def _refuse(primals, tangents):
-    del tangents
+def _refuse(problem: Problem, *tensors):
+    del tensors
     raise NotImplementedError(
-        f"flash_attention: the kernels of implementation {primals[0].implementation!r} have first derivatives only; "
+        f"flash_attention: the kernels of implementation {problem.implementation!r} have first derivatives only; "
         "use implementation='xla' for higher ones"
     )
+
+
+_gradients.defvjp(_refuse, _refuse)

@@ -73,8 +73,8 @@ def _rows(problem: Problem, k_blocks: Array, v_blocks: Array, i: Array, q: Array
         inside = keys.holds(_ids(j, block_k))  # what is stored elsewhere, NaN included, counts as 0
         k, v = (jnp.where(inside, x, 0)[:, :, 0] for x in (k, v))
         keep = mask.keep(Tile.at(i * block_q, block_q, j * block_k, block_k))
-        s2 = dot("bkgqh,bksh->bkgqs", q, k) * c
-        return softmax.update(run, s2, keep, 1.0, lambda p: dot("bkgqs,bksh->bkgqh", p, v))
+        s2 = softmax.masked(dot("bkgqh,bksh->bkgqs", q, k) * c, keep)
+        return softmax.update(run, s2, 1.0, lambda p: dot("bkgqs,bksh->bkgqh", p, v))
 
     step = _rematerialised_if(len(k_blocks) > 1, step)
 

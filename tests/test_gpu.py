@@ -1,5 +1,6 @@
 """On a GPU: the compiled kernels at real sizes. Run with `pytest -m gpu`."""
 
+import dataclasses
 import functools
 
 import checks
@@ -13,12 +14,26 @@ from pallas_flash import Blocks, Plan, explain, flash_attention
 
 pytestmark = pytest.mark.gpu
 
+HALF = [
+    *(case for case in LARGE if case.dtype != "float32"),
+    *(case if case.dtype != "float32" else dataclasses.replace(case, dtype="bfloat16") for case in SMALL),
+]
+"""The cases that Mosaic-GPU kernels take."""
+
 
 @pytest.mark.parametrize("case", [*LARGE, *SMALL], ids=str)
 def test_triton_matches_oracle(case):
     """Outputs, residual and gradients; float32 with the three-product dots, whose error is that of float32."""
     attention = functools.partial(
         flash_attention, return_residual=True, implementation="triton", precision="highest", **case.options()
+    )
+    checks.check(case, attention)
+
+
+@pytest.mark.parametrize("case", HALF, ids=str)
+def test_mosaic_matches_oracle(case):
+    attention = functools.partial(
+        flash_attention, return_residual=True, implementation="mosaic_gpu", **case.options()
     )
     checks.check(case, attention)
 

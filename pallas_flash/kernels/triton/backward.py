@@ -9,8 +9,9 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from pallas_flash import masks, softmax
+from pallas_flash.kernels.grid import Grid
 from pallas_flash.kernels.triton import launch
-from pallas_flash.kernels.triton.launch import Grid, Layouts
+from pallas_flash.kernels.triton.launch import Layouts
 from pallas_flash.masks import Span
 from pallas_flash.plan import Blocks
 from pallas_flash.problem import Problem
@@ -23,7 +24,7 @@ def flash_dq(
     """Kernel body: dq of one tile of queries, and for a traced scale its gradient by query."""
     layouts = Layouts.of_query_heads(problem, blocks)
     block_q, block_k = blocks.block_q, blocks.block_k
-    first = grid.tile() * block_q
+    first = launch.row_tile(grid) * block_q
     mask = launch.bounded(problem, blocks)
     queries, keys = masks.used(mask, problem.T, problem.S)
     seen = masks.visit(mask, Span(first, first + block_q), Span(0, problem.S), block_k)
@@ -40,8 +41,9 @@ def flash_dq(
         k = layouts.k.load(k_ref, j * block_k, inside)
         v = layouts.v.load(v_ref, j * block_k, inside)
         keep = mask.keep(Tile.at(first, block_q, j * block_k, block_k)) if edge else None
-        p = softmax.recompute(launch.dot(problem, q, k, trans_b=True), None, c, lse2, fast)  # ds alone needs keep
-        ds = softmax.d_score(p, launch.dot(problem, do, v, trans_b=True), delta, keep)
+        s = softmax.masked(launch.dot(problem, q, k, trans_b=True), keep)
+        p = softmax.recompute(s, c, lse2, fast)
+        ds = softmax.d_score(p, launch.dot(problem, do, v, trans_b=True), delta)
         return dq + launch.dot(problem, ds.astype(k.dtype), k)  # eq. 17
 
     dq = seen.walk(step, jnp.zeros(q.shape, jnp.float32))
@@ -56,7 +58,7 @@ def flash_dkv(
     """Kernel body: dk and dv of one tile of keys, summed over a group of query heads (eq. 20); transposed."""
     layouts = Layouts.of_key_heads(problem, blocks)
     block_q, block_k = blocks.block_q, blocks.block_k
-    first = grid.tile() * block_k
+    first = launch.row_tile(grid) * block_k
     mask = launch.bounded(problem, blocks)
     queries, keys = masks.used(mask, problem.T, problem.S)
     seen = masks.visit(mask.T, Span(first, first + block_k), Span(0, problem.T), block_q)
@@ -74,9 +76,10 @@ def flash_dkv(
         lse2 = layouts.row.load(lse2_ref, i * block_q, inside, g)[None, :]
         delta = layouts.row.load(delta_ref, i * block_q, inside, g)[None, :]
         keep = mask.keep(Tile.at(i * block_q, block_q, first, block_k, transposed=True)) if edge else None
-        pT = softmax.recompute(launch.dot(problem, k, q, trans_b=True), keep, c, lse2, fast)
+        sT = softmax.masked(launch.dot(problem, k, q, trans_b=True), keep)
+        pT = softmax.recompute(sT, c, lse2, fast)
         dv = dv + launch.dot(problem, pT.astype(do.dtype), do)  # eq. 13
-        dsT = softmax.d_score(pT, launch.dot(problem, v, do, trans_b=True), delta, keep)
+        dsT = softmax.d_score(pT, launch.dot(problem, v, do, trans_b=True), delta)
         return dk + launch.dot(problem, dsT.astype(q.dtype), q), dv  # eq. 18
 
     def head(g, grads):
@@ -98,18 +101,18 @@ def backward(
     delta: Float[Array, "B N T"],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K Hv"], Float[Array, " B"] | None]:
     """dq, dk, dv and the gradient of a traced scale."""
-    tensors = (q, k, v, do, lse * softmax.LOG2E, delta)
+    tensors = (q, k, v, do, softmax.base2_lse(lse), delta)
 
     blocks = problem.plan.dq
     layouts = Layouts.of_query_heads(problem, blocks)
-    grid = Grid.of(problem, problem.N, layouts.q.tiles, blocks, problem.mask)
+    grid = Grid.of(problem.B, problem.N, layouts.q.tiles, blocks.head_group, problem.mask)
     operands = list(zip(tensors, (*layouts, layouts.row), strict=True))
     outputs = [(_like(q), layouts.q)] + ([] if problem.scale is None else [(_like(lse), layouts.row)])
     dq, *d_scale = launch.call(flash_dq, problem, grid, blocks, operands, outputs)
 
     blocks = problem.plan.dkv
     layouts = Layouts.of_key_heads(problem, blocks)
-    grid = Grid.of(problem, problem.K, layouts.k.tiles, blocks, problem.mask.T)
+    grid = Grid.of(problem.B, problem.K, layouts.k.tiles, blocks.head_group, problem.mask.T)
     operands = list(zip(tensors, (*layouts, layouts.row), strict=True))
     outputs = [(_like(k), layouts.k), (_like(v), layouts.v)]
     dk, dv = launch.call(flash_dkv, problem, grid, blocks, operands, outputs)

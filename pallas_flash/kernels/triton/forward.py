@@ -6,8 +6,9 @@ from jax import Array
 from jaxtyping import Float
 
 from pallas_flash import masks, softmax
+from pallas_flash.kernels.grid import Grid
 from pallas_flash.kernels.triton import launch
-from pallas_flash.kernels.triton.launch import Grid, Layouts
+from pallas_flash.kernels.triton.launch import Layouts
 from pallas_flash.masks import Span
 from pallas_flash.plan import Blocks
 from pallas_flash.problem import Problem
@@ -18,7 +19,7 @@ def flash_forward(q_ref, k_ref, v_ref, o_ref, lse_ref, *, problem: Problem, grid
     """Kernel body: output and log-sum-exp of one tile of queries (FlashAttention-2, algorithm 1)."""
     layouts = Layouts.of_query_heads(problem, blocks)
     block_q, block_k = blocks.block_q, blocks.block_k
-    first = grid.tile() * block_q
+    first = launch.row_tile(grid) * block_q
     mask = launch.bounded(problem, blocks)
     queries, keys = masks.used(mask, problem.T, problem.S)
     seen = masks.visit(mask, Span(first, first + block_q), Span(0, problem.S), block_k)
@@ -32,8 +33,8 @@ def flash_forward(q_ref, k_ref, v_ref, o_ref, lse_ref, *, problem: Problem, grid
         k = layouts.k.load(k_ref, j * block_k, inside)
         v = layouts.v.load(v_ref, j * block_k, inside)
         keep = mask.keep(Tile.at(first, block_q, j * block_k, block_k)) if edge else None
-        s = launch.dot(problem, q, k, trans_b=True)
-        return softmax.update(run, s, keep, c, lambda p: launch.dot(problem, p.astype(v.dtype), v), fast)
+        s = softmax.masked(launch.dot(problem, q, k, trans_b=True), keep)
+        return softmax.update(run, s, c, lambda p: launch.dot(problem, p.astype(v.dtype), v), fast)
 
     run = seen.walk(step, softmax.start((block_q,), layouts.v.tile[1]))
     o, lse = softmax.finish(run)
@@ -47,7 +48,7 @@ def forward(
     """Output in q's dtype and natural log-sum-exp in float32."""
     blocks = problem.plan.forward
     layouts = Layouts.of_query_heads(problem, blocks)
-    grid = Grid.of(problem, problem.N, layouts.q.tiles, blocks, problem.mask)
+    grid = Grid.of(problem.B, problem.N, layouts.q.tiles, blocks.head_group, problem.mask)
     o = jax.ShapeDtypeStruct((*q.shape[:-1], problem.Hv), q.dtype)
     lse = jax.ShapeDtypeStruct((problem.B, problem.N, problem.T), jnp.float32)
     operands = [(q, layouts.q), (k, layouts.k), (v, layouts.v)]

@@ -19,6 +19,8 @@ from jax.extend.pallas import register_lowering_rule
 from jax.typing import ArrayLike
 
 from pallas_flash import plan as plans
+from pallas_flash.kernels import device
+from pallas_flash.kernels.grid import Grid
 from pallas_flash.masks import Lengths, Mask, Span
 from pallas_flash.plan import Blocks, Plan, padded
 from pallas_flash.problem import Problem
@@ -43,6 +45,8 @@ register_lowering_rule(_CompilerParams, _quiet_lowering, "gpu")
 
 def refusal(problem: Problem) -> str | None:
     """Why these kernels cannot serve the problem on the current device; None: they can."""
+    if isinstance(problem.plan, plans.MosaicPlan):
+        return "the plan is one of Mosaic-GPU kernels; give a pallas_flash.Plan, or plan=None"
     if problem.dtype == "float64":
         return "float64 is not supported; cast to float32 or use implementation='xla'"
     if problem.interpret and jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
@@ -52,7 +56,7 @@ def refusal(problem: Problem) -> str | None:
             return (
                 f"the head dim of {name} is {width}, at most 256 is supported; use more heads or implementation='xla'"
             )
-    capability = _capability(problem)
+    capability = device.capability(problem)
     if isinstance(capability, str):
         return capability
     if capability < 80:
@@ -63,59 +67,16 @@ def refusal(problem: Problem) -> str | None:
 
 def plan(problem: Problem) -> Plan:
     """The user's plan, or the one chosen for the current device, which there must be."""
-    return problem.plan or plans.choose(int(_capability(problem)), _sizes(problem))
+    return problem.plan or plans.choose(int(device.capability(problem)), _sizes(problem))
 
 
 def _sizes(problem: Problem) -> plans.Sizes:
     return plans.Sizes(problem.T, problem.S, problem.H, problem.Hv, _dots(problem))
 
 
-def _capability(problem: Problem) -> int | str:
-    """Compute capability of the device to compile for (90 for 9.0), or why there is none."""
-    if problem.interpret:
-        return 90
-    if not plt.is_gpu_device():
-        return "no GPU to compile for; use implementation='xla', or interpret=True to run the kernels on this device"
-    try:
-        return plt.get_gpu_info().compute_capability
-    except (ValueError, RuntimeError) as error:
-        return f"unknown GPU ({error}); use implementation='xla'"
-
-
-@dataclasses.dataclass(frozen=True)
-class Grid:
-    """One program per batch entry, head and tile of rows; programs side by side share the tile's index, not the head.
-
-    Attributes:
-        B, heads, tiles: Its extents.
-        group: Heads that run side by side (`Blocks.head_group`).
-        last_first: Whether the last tile of rows comes first, which balances masks that grow.
-    """
-
-    B: int
-    heads: int
-    tiles: int
-    group: int
-    last_first: bool
-
-    @classmethod
-    def of(cls, problem: Problem, heads: int, tiles: int, blocks: Blocks, mask: Mask) -> "Grid":
-        group = max(g for g in range(1, blocks.head_group + 1) if heads % g == 0)
-        return cls(problem.B, heads, tiles, group, mask.grows)
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.group, self.tiles, self.B * self.heads // self.group
-
-    def at(self, x, y, z) -> tuple[Array, Array, Array]:
-        """Batch entry, head and tile of the program at a place of the grid."""
-        groups = jnp.int32(self.heads // self.group)
-        head = lax.rem(z, groups) * self.group + x
-        return lax.div(z, groups), head, self.tiles - 1 - y if self.last_first else y
-
-    def tile(self) -> Array:
-        """Tile of rows of this program, inside a kernel."""
-        return self.at(*(pl.program_id(axis) for axis in range(3)))[2]
+def row_tile(grid: Grid) -> Array:
+    """Tile of rows of this program, inside a kernel."""
+    return grid.at(*(pl.program_id(axis) for axis in range(3)))[2]
 
 
 class Sequence(NamedTuple):

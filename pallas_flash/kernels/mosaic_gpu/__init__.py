@@ -1,0 +1,6 @@
+"""Pallas kernels for Hopper: TMA, wgmma and specialised warp groups, through Mosaic GPU."""
+
+from pallas_flash.kernels.mosaic_gpu.backward import backward as backward
+from pallas_flash.kernels.mosaic_gpu.forward import forward as forward
+from pallas_flash.kernels.mosaic_gpu.operands import plan as plan
+from pallas_flash.kernels.mosaic_gpu.operands import refusal as refusal

@@ -1,0 +1,259 @@
+"""Everything that names Mosaic: launching, warp roles, barriers, layouts, copies and the loops' synchronisation.
+
+The kernels beside this file read like the algorithm; they are written against what is here. A thread block is one warp
+group that fills rings of shared memory by TMA (the producer) and one to three that compute (the consumers).
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import nvvm
+
+from pallas_flash.kernels.grid import Grid
+from pallas_flash.masks import Lengths, Mask
+from pallas_flash.plan import MosaicBlocks
+from pallas_flash.problem import Problem
+from pallas_flash.softmax import Elementary
+from pallas_flash.tile import Tile
+
+GROUP_ROWS = 64
+"""Rows of a tile that one consumer holds: what one wgmma instruction computes."""
+TILE = plgpu.Layout.WGMMA
+ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)
+REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
+"""Registers per thread of a consumer and of the producer, by the number of consumers; of 65,536 in all."""
+FAST = Elementary(constant=lambda x: x)
+"""The plain functions: with `approx_math` they become the GPU's, fused."""
+_FIRST_NAMED_BARRIER = 8
+"""Mosaic itself uses the ones below."""
+
+
+def tiles(*shape: int, dtype) -> Any:
+    """Type of shared memory for tiles [..., rows, width], swizzled as TMA writes and wgmma reads them."""
+    width = 128 // jnp.dtype(dtype).itemsize
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)))
+
+
+def vectors(*shape: int) -> Any:
+    """Type of shared memory for float32 vectors."""
+    return plgpu.SMEM(shape, jnp.float32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Slots of shared memory that the producer fills and the consumers free, in turn t = 0, 1, …
+
+    `Ring.of` gives the types of one; inside a kernel its fields are references.
+
+    Attributes:
+        buffers: What a slot holds, each [stages, ...].
+        ready: Barrier per slot: its copies have landed.
+        free: Barrier per slot: all consumers are done with it.
+        stages: Number of slots.
+    """
+
+    buffers: tuple[Any, ...]
+    ready: Any
+    free: Any
+    stages: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, stages: int, consumers: int, *buffers) -> "Ring":
+        ready = plgpu.Barrier(num_arrivals=len(buffers), num_barriers=stages)
+        return cls(buffers, ready, plgpu.Barrier(num_arrivals=consumers, num_barriers=stages), stages)
+
+    def _slot(self, t):
+        return t % self.stages if isinstance(t, int) else lax.rem(t, jnp.int32(self.stages))
+
+    def fill(self, t, *sources) -> None:
+        """Starts copying the sources of turn t, once the slot is free."""
+        slot = self._slot(t)
+        if not isinstance(t, int) or t >= self.stages:
+            pl.when(t >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[slot]))
+        for source, buffer in zip(sources, self.buffers, strict=True):
+            plgpu.copy_gmem_to_smem(source, buffer.at[slot], self.ready.at[slot])
+
+    def wait(self, t) -> tuple[Any, ...]:
+        """What turn t brought, once it is there."""
+        plgpu.barrier_wait(self.ready.at[self._slot(t)])
+        return self.at(t)
+
+    def at(self, t) -> tuple[Any, ...]:
+        """What turn t brought, known to be there."""
+        return tuple(buffer.at[self._slot(t)] for buffer in self.buffers)
+
+    def release(self, t) -> None:
+        """This consumer is done with turn t."""
+        plgpu.barrier_arrive(self.free.at[self._slot(t)])
+
+
+def _named_barrier(operation: str, number: int) -> None:
+    """`sync` waits for, `arrive` announces to, the other warp group of a pair."""
+
+    @plgpu.inline_mgpu()
+    def emit(_):
+        code = f"bar.{operation} {_FIRST_NAMED_BARRIER + number}, 256;"
+        mgpu.utils.inline_ptx(code, has_side_effects=True, convergent=True)
+
+    emit()
+
+
+def meet() -> None:
+    """Waits for the other consumer of two; what either has written to shared memory is then seen by both's products."""
+    _fence()
+    _named_barrier("sync", 0)
+
+
+@plgpu.inline_mgpu()
+def _fence(_):
+    nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
+
+
+def uniform(scalars):
+    """A tree of scalars, which the compiler then knows to be the same in all threads and keeps in uniform registers."""
+    return jax.tree.map(lambda x: x if isinstance(x, int) else _first_lane(x), scalars)
+
+
+_SCALAR = plgpu.Layout.WG_SPLAT
+
+
+@plgpu.inline_mgpu(arg_types=(_SCALAR,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR))
+def _first_lane(_, x):
+    value = x.registers.item()
+    every_lane, lane, clamp = (mgpu.utils.c(n, value.type) for n in (-1, 0, 31))
+    shared = nvvm.shfl_sync(every_lane, value, lane, clamp, nvvm.ShflKind.idx)
+    return mgpu.FragmentedArray.splat(shared, (), is_signed=True)
+
+
+class Turns:
+    """Consumers take turns in issuing matrix products, so that one's softmax runs under the others' products."""
+
+    def __init__(self, consumers: int):
+        self.consumers = consumers
+
+    def open(self, w: int) -> None:
+        if self.consumers > 1 and w == self.consumers - 1:
+            _named_barrier("arrive", 0)
+
+    def begin(self, w: int) -> None:
+        if self.consumers > 1:
+            _named_barrier("sync", w)
+
+    def end(self, w: int) -> None:
+        if self.consumers > 1:
+            _named_barrier("arrive", (w + 1) % self.consumers)
+
+    def close(self, w: int) -> None:
+        if self.consumers > 1 and w == 0:
+            _named_barrier("sync", 0)  # takes the last consumer's last turn
+
+
+def roles(consumers: int, produce: Callable[[], None], consume: Callable[[int], None]) -> None:
+    """Runs the producer and the consumers, each with its share of the registers and its own code."""
+    most, least = REGISTERS[consumers]
+    group = lax.axis_index("group")
+
+    @pl.when(group == consumers)
+    def _():
+        plgpu.set_max_registers(least, action="decrease")
+        produce()
+
+    for w in range(consumers):
+
+        @pl.when(group == w)
+        def _(w=w):
+            plgpu.set_max_registers(most, action="increase")
+            consume(w)
+
+
+def place(grid: Grid) -> tuple[Array, Array, Array]:
+    """Batch entry, head and tile of rows of this thread block."""
+    return grid.at_number(lax.axis_index("block"))
+
+
+def tile(q_start, k_start, shape: tuple[int, int], transposed: bool = False) -> Tile:
+    """Indices of a tile of scores in registers."""
+    ids = [plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE) for axis in range(2)]
+    q_ids, k_ids = reversed(ids) if transposed else ids
+    return Tile(q_start + q_ids, k_start + k_ids)
+
+
+def row_vector(value: float) -> Array:
+    """A float32 vector over the rows of a tile."""
+    return plgpu.layout_cast(jnp.full((GROUP_ROWS,), value, jnp.float32), ROW)
+
+
+def by_column(vector_ref, shape: tuple[int, int]) -> Array:
+    """A vector over the columns of a tile, from shared memory, repeated to the tile's shape."""
+    return lax.broadcast_in_dim(plgpu.load(vector_ref, layout=COLUMN), shape, [1])
+
+
+def accumulate(scope: Callable, *shapes: tuple[int, int]):
+    """Runs `scope` with float32 accumulators of these shapes, which start at 0."""
+    return pl.run_scoped(scope, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+
+
+def after(vector_ref, vector: Array, *values: Array) -> tuple[Array, ...]:
+    """The values, not before `vector` (which is stored, and returned last) has been computed.
+
+    ptxas moves a wait for products above everything that does not depend on them, softmax included, unless something
+    that it cannot move stands between: the store.
+    """
+    *values, vector = lax.optimization_barrier((*values, vector))
+    vector_ref[...] = vector
+    return *values, vector
+
+
+def send(*copies: tuple[Any, Any]) -> None:
+    """Copies from shared to device memory what this warp group has just written, and waits."""
+    plgpu.commit_smem()
+    for source, destination in copies:
+        plgpu.copy_smem_to_gmem(source, destination)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def add(values: Array, tile_ref, destination) -> None:
+    """Starts adding float32 values to device memory, through a tile of shared memory, once its last use is over."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    tile_ref[...] = values
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(tile_ref, destination, reduction_op="add")
+
+
+def bounded(problem: Problem, block_k: int) -> Mask:
+    """The problem's mask and the end of the keys; queries beyond theirs are zeros, and are not stored."""
+    return Lengths(None, problem.S if problem.S % block_k else None) & problem.mask
+
+
+def call(
+    kernel: Callable, problem: Problem, grid: Grid, blocks: MosaicBlocks, consumers: int, scratch: dict[str, Any],
+    operands: tuple[Any, ...], outputs: tuple[jax.ShapeDtypeStruct, ...],
+):  # fmt: skip
+    """Launches `kernel(*operands, *outputs, problem=, grid=, blocks=, **scratch)`; in it, leaves are scalars."""
+    leaves, structure = jax.tree.flatten(problem)
+
+    def body(*refs, **scratch):
+        b = place(grid)[0]
+        scalars = [ref[b] for ref in refs[: len(leaves)]]
+        kernel(*refs[len(leaves) :], problem=structure.unflatten(scalars), grid=grid, blocks=blocks, **scratch)
+
+    body.__name__ = body.__qualname__ = kernel.__name__
+    x, y, z = grid.shape
+    return plgpu.kernel(
+        body,
+        out_type=outputs,
+        grid=(x * y * z,),
+        grid_names=("block",),
+        num_threads=consumers + 1,
+        thread_name="group",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(*leaves, *operands)
