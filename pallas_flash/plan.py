@@ -110,22 +110,29 @@ class MosaicPlan:
 
     Attributes:
         forward: Of the output; one to three warp groups of 64 queries each.
-        backward: Of the gradients; two warp groups of 64 keys each, `block_q` 64 or 128.
+        backward: Of all gradients in one kernel, for head dims up to 128: two warp groups of 64 keys each, `block_q`
+            64 or 128, `block_k` 128. None: each gradient has a kernel of its own, which is bitwise reproducible.
+        dq: Of the query's gradient alone; one to three warp groups of 64 queries.
+        dkv: Of the gradients of key and value, each alone; one or two warp groups of 64 keys.
 
     Raises:
         TypeError: A field is no `MosaicBlocks`.
     """
 
     forward: MosaicBlocks
-    backward: MosaicBlocks
+    backward: MosaicBlocks | None
+    dq: MosaicBlocks
+    dkv: MosaicBlocks
 
     def __post_init__(self):
-        for kernel in ("forward", "backward"):
-            if not isinstance(blocks := getattr(self, kernel), MosaicBlocks):
+        for kernel in ("forward", "backward", "dq", "dkv"):
+            blocks = getattr(self, kernel)
+            if not isinstance(blocks, MosaicBlocks) and (kernel != "backward" or blocks is not None):
                 raise TypeError(f"{kernel}: expected a pallas_flash.MosaicBlocks, got {blocks!r}; plan=None picks one")
 
     def __str__(self) -> str:
-        return f"forward {self.forward}, backward {self.backward}"
+        gradients = f"backward {self.backward}" if self.backward else f"dq {self.dq}, dk and dv {self.dkv}"
+        return f"forward {self.forward}, {gradients}"
 
 
 class Sizes(NamedTuple):
@@ -217,18 +224,19 @@ def _shortened(blocks: Blocks, sizes: Sizes) -> Blocks:
     )
 
 
-# Forward and backward by padded head dim, as measured on an H200 at T = 8192.
+# Forward, backward, dq and dkv by padded head dim, as measured on an H200 at T = 8192.
 _MOSAIC = {
-    64: ((192, 128, 2, 8), (128, 128, 2, 8)),
-    128: ((128, 128, 2, 4), (64, 128, 2, 4)),
-    192: ((128, 64, 2, 4), (64, 128, 1, 4)),
-    256: ((128, 64, 2, 8), (64, 128, 1, 4)),
+    64: ((192, 128, 2, 8), (128, 128, 2, 8), (128, 128, 2, 8), (128, 128, 2, 8)),
+    128: ((128, 128, 2, 4), (64, 128, 2, 8), (128, 128, 2, 8), (128, 128, 2, 8)),
+    192: ((128, 64, 2, 4), None, (128, 64, 2, 8), (64, 128, 2, 8)),
+    256: ((128, 64, 2, 8), None, (128, 64, 1, 8), (64, 128, 1, 8)),
 }
 
 
 @functools.cache
-def choose_mosaic(T: int, H: int, Hv: int) -> MosaicPlan:
+def choose_mosaic(T: int, H: int, Hv: int, deterministic: bool) -> MosaicPlan:
     """The plan of the Mosaic-GPU kernels for a Hopper GPU."""
     width = max(64, -(-max(H, Hv) // 64) * 64)
-    forward, backward = (MosaicBlocks(*blocks) for blocks in _MOSAIC[width])
-    return MosaicPlan(dataclasses.replace(forward, block_q=min(forward.block_q, -(-T // 64) * 64)), backward)
+    forward, backward, dq, dkv = (blocks and MosaicBlocks(*blocks) for blocks in _MOSAIC[width])
+    forward, dq = (dataclasses.replace(x, block_q=min(x.block_q, -(-T // 64) * 64)) for x in (forward, dq))
+    return MosaicPlan(forward, None if deterministic else backward, dq, dkv)

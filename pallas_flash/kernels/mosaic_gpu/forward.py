@@ -3,6 +3,8 @@
 FlashAttention-3 (arXiv:2407.08608): consumers take turns, and each issues q·k of block t before p·v of block t - 1.
 """
 
+import dataclasses
+
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -95,11 +97,10 @@ def forward(
     problem: Problem, q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"]
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
     """Output in q's dtype and natural log-sum-exp in float32."""
-    blocks, sign = problem.plan.forward, softmax.base2(problem.any_scale)[0]
-    q = operands.of_queries(problem, q, sign, clean=False)  # what its rows hold stays in them
-    k = operands.of_keys(problem, k, clean=False)  # and where a key takes no part, its score is replaced
-    v = operands.of_keys(problem, v)
-    seen, dtype = operands.padded(problem), q.dtype
+    blocks, dtype = problem.plan.forward, q.dtype
+    # What q and k hold where they take no part reaches only scores that do not count, and outputs that are not stored.
+    q, k, v = map(operands.padded, (operands.with_sign(problem, q), k, operands.keys(problem, v)))
+    seen = dataclasses.replace(problem, H=q.shape[-1], Hv=v.shape[-1])
     tiles, consumers = pl.cdiv(problem.T, blocks.block_q), blocks.block_q // GROUP_ROWS
     grid = Grid.of(problem.B, problem.N, tiles, blocks.head_group, problem.mask)
 
@@ -121,5 +122,5 @@ def forward(
         jax.ShapeDtypeStruct((*q.shape[:-1], seen.Hv), dtype),
         jax.ShapeDtypeStruct((problem.B, problem.N, tiles * blocks.block_q), jnp.float32),
     )
-    o, lse = pipeline.call(flash_forward, seen, grid, blocks, consumers, scratch, (q, k, v), outputs)
+    o, lse = pipeline.call(flash_forward, "flash_forward", seen, grid, blocks, consumers, scratch, (q, k, v), outputs)
     return o[:, : problem.T, :, : problem.Hv], lse[..., : problem.T]

@@ -28,8 +28,10 @@ def refusal(problem: Problem) -> str | None:
     for name, width in (("query", problem.H), ("value", problem.Hv)):
         if width > 256:
             return f"the head dim of {name} is {width}, at most 256 is supported; use more heads"
-    if max(problem.H, problem.Hv) > 128 or problem.deterministic:
-        return "todo"
+    if problem.deterministic and problem.plan and problem.plan.backward:
+        return "deterministic gradients need a plan with backward=None, whose kernels each sum one gradient"
+    if problem.scale is not None and plan(problem).backward is None:
+        return "its kernels of single gradients have none for a traced scale; use implementation='triton'"
     capability = device.capability(problem)
     if isinstance(capability, str):
         return capability
@@ -41,38 +43,38 @@ def refusal(problem: Problem) -> str | None:
 
 def plan(problem: Problem) -> MosaicPlan:
     """The user's plan, or the one for a Hopper GPU."""
-    return problem.plan or plans.choose_mosaic(problem.T, problem.H, problem.Hv)
+    return problem.plan or plans.choose_mosaic(problem.T, problem.H, problem.Hv, problem.deterministic)
 
 
-def padded(problem: Problem) -> Problem:
-    """The problem with the head dims that the kernels see."""
-    return dataclasses.replace(problem, H=_up(problem.H, WIDTH), Hv=_up(problem.Hv, WIDTH))
+def padded(x: Array, width: int = WIDTH) -> Array:
+    """[B, L, n, d] with zeros up to a length and a width that TMA can move; the latter a multiple of `width`."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % LENGTH), (0, 0), (0, -x.shape[3] % width)))
 
 
-def _up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
+def queries(problem: Problem, x: Array) -> Array:
+    """[B, T, N, *] with 0 where a query takes no part, whatever it holds there."""
+    return _inside(problem, x, 0)
 
 
-def of_queries(problem: Problem, x: Array, by: float | Array = 1.0, clean: bool = True) -> Array:
-    """An array [B, T, N, *] as the kernels see it: times the sign `by` (or [B] of them), padded, 0 where a query takes no part."""
-    by = by if isinstance(by, float) else by[:, None, None, None]
-    return _seen(problem, softmax.signed(by, x), 0, clean)
+def keys(problem: Problem, x: Array) -> Array:
+    """[B, S, K, *] with 0 where a key takes no part, whatever it holds there."""
+    return _inside(problem, x, 1)
 
 
-def of_keys(problem: Problem, x: Array, clean: bool = True) -> Array:
-    """An array [B, S, K, *] as the kernels see it: padded, and 0 where a key takes no part, which may hold NaN."""
-    return _seen(problem, x, 1, clean)
-
-
-def _seen(problem: Problem, x: Array, side: int, clean: bool) -> Array:
+def _inside(problem: Problem, x: Array, side: int) -> Array:
     per_batch = jax.tree.map(lambda leaf: leaf.reshape(-1, 1, 1, 1), problem.mask)
     inside: Span = masks.used(per_batch, problem.T, problem.S)[side]
-    length, width = x.shape[1], x.shape[3]
-    if clean and not inside.is_whole(length):
-        x = jnp.where(inside.holds(jnp.arange(length, dtype=jnp.int32)[:, None, None]), x, 0)
-    return jnp.pad(x, ((0, 0), (0, -length % LENGTH), (0, 0), (0, -width % WIDTH)))
+    if inside.is_whole(x.shape[1]):
+        return x
+    return jnp.where(inside.holds(jnp.arange(x.shape[1], dtype=jnp.int32)[:, None, None]), x, 0)
 
 
-def of_rows(x: Array, block_q: int) -> Array:
-    """A float32 vector [B, N, T] over queries, padded with zeros to whole tiles."""
-    return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % block_q)))
+def with_sign(problem: Problem, q: Array) -> Array:
+    """The queries with the sign of the scale."""
+    sign = softmax.base2(problem.any_scale)[0]
+    return softmax.signed(sign if isinstance(sign, float) else sign[:, None, None, None], q)
+
+
+def vectors(lse2: Array, delta: Array) -> Array:
+    """[B, N, 2, T] float32 of two vectors [B, N, T] over queries, with zeros up to a length that TMA can move."""
+    return jnp.pad(jnp.stack((lse2, delta), 2), ((0, 0), (0, 0), (0, 0), (0, -lse2.shape[2] % LENGTH)))

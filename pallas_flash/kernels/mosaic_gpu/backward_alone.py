@@ -1,0 +1,172 @@
+"""How tiles move when each gradient has a kernel of its own: bitwise reproducible, and for head dims above 128.
+
+A tile of rows of the gradient stays and is summed in registers, what it attends to streams past. Consumers take turns:
+one's probabilities are computed under the others' products.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_flash import masks, softmax
+from pallas_flash.kernels.grid import Grid
+from pallas_flash.kernels.mosaic_gpu import pipeline
+from pallas_flash.kernels.mosaic_gpu.pipeline import FAST, GROUP_ROWS, Ring
+from pallas_flash.masks import Span
+from pallas_flash.plan import MosaicBlocks
+from pallas_flash.problem import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradient:
+    """Which gradient a kernel computes.
+
+    Attributes:
+        name: Of the kernel.
+        by_query: Whether its rows are queries, else keys.
+        of_scores: Whether it sums cotangents of scores (times what was scored against), else probabilities times do.
+    """
+
+    name: str
+    by_query: bool
+    of_scores: bool
+
+
+DQ = Gradient("flash_dq", by_query=True, of_scores=True)
+DK = Gradient("flash_dk", by_query=False, of_scores=True)
+DV = Gradient("flash_dv", by_query=False, of_scores=False)
+
+
+def flash_alone(
+    q_ref, k_ref, v_ref, do_ref, vectors_ref, out_ref, *, q_ring: Ring, k_ring: Ring, v_ring: Ring, do_ring: Ring,
+    gradient: Gradient, problem: Problem, grid: Grid, blocks: MosaicBlocks,
+):  # fmt: skip
+    """Kernel body: a tile of rows of one gradient. a·cᵀ are scores, b·dᵀ cotangents of probabilities; a and b stay."""
+    by_query, of_scores = gradient.by_query, gradient.of_scores
+    q, k, v, do = (q_ref, q_ring), (k_ref, k_ring), (v_ref, v_ring), (do_ref, do_ring)
+    a, b, c, d = (q, do, k, v) if by_query else (k, v, q, do)
+    rows, columns = _sides(gradient, blocks)
+    consumers = rows // GROUP_ROWS
+    batch, head, i = pipeline.place(grid)
+    first = i * rows
+    mask = pipeline.bounded(problem, blocks.block_k)
+    size = problem.S if by_query else problem.T
+    seen = masks.visit(mask if by_query else mask.T, Span(first, first + rows), Span(0, size), columns)
+    seen = pipeline.uniform(seen)
+    sign, factor = softmax.base2(problem.any_scale)
+    turns = pipeline.Turns(consumers)
+
+    def of_each_head(walk):
+        """`walk(head, turn)` for each head that streams past, `turn` being that of its first block."""
+        if by_query:
+            walk(lax.div(head, jnp.int32(problem.G)), 0)
+        elif problem.G == 1:
+            walk(head, 0)
+        else:
+            lax.fori_loop(0, problem.G, lambda g, _: walk(head * problem.G + g, g * seen.count), None)
+
+    def fill(operand, turn, h, at, length: int):
+        ref, ring = operand
+        tile = pl.ds(at, length)
+        vectors = [vectors_ref.at[batch, h, :, tile]] if operand is q else []
+        ring.fill(turn, ref.at[batch, tile, h], *vectors)
+
+    def produce():
+        for w in range(consumers):
+            for operand in (a, b) if of_scores else (a,):
+                fill(operand, w, head, first + w * GROUP_ROWS, GROUP_ROWS)
+
+        def walk(h, turn):
+            def step(t, _):
+                for operand in (c, d):
+                    fill(operand, turn + t, h, seen.block(t) * columns, columns)
+
+            lax.fori_loop(0, seen.count, step, None)
+
+        of_each_head(walk)
+
+    def consume(w: int):
+        stays, *of_rows = a[1].wait(w)
+        if of_scores:
+            b[1].wait(w)
+        turns.open(w)
+        turns.begin(w)
+        total = pipeline.accumulate(lambda total: stream(w, of_rows, total), (GROUP_ROWS, out_ref.shape[-1]))
+        turns.end(w)
+        turns.close(w)
+        by = problem.any_scale * (1 if by_query else sign) if of_scores else 1.0
+        tile = stays if problem.H == out_ref.shape[-1] else v_ring.at(w)[0]
+        tile[...] = (total * by).astype(problem.dtype)
+        pipeline.send((tile, out_ref.at[batch, pl.ds(first + w * GROUP_ROWS, GROUP_ROWS), head]))
+
+    def stream(w: int, of_rows, total) -> Array:
+        of_row = [pipeline.by_row(of_rows[0].at[n], (GROUP_ROWS, columns)) for n in range(2)] if of_rows else None
+
+        def step(t, edge: bool, turn):
+            u = turn + t
+            a_tile, (c_tile, *of_columns) = a[1].anew(w)[0], c[1].wait(u)
+
+            def weighed(scores, *d_weights):
+                plgpu.wgmma(scores, a_tile, c_tile.transpose((1, 0)))
+                for d_weight in d_weights:
+                    plgpu.wgmma(d_weight, b[1].anew(w)[0], d[1].wait(u)[0].transpose((1, 0)))
+                turns.end(w)
+                s = plgpu.wgmma_accumulator_load(scores, wait_n=len(d_weights))
+                lse2, delta = of_row or (pipeline.by_column(of_columns[0].at[n], s.shape) for n in range(2))
+                own, passing = first + w * GROUP_ROWS, seen.block(t) * columns
+                at = pipeline.tile(*((own, passing) if by_query else (passing, own)), s.shape, not by_query)
+                weights = softmax.recompute(softmax.masked(s, mask.keep(at) if edge else None), factor, lse2, FAST)
+                for d_weight in d_weights:
+                    weights = softmax.d_score(weights, plgpu.wgmma_accumulator_load(d_weight, wait_n=0), delta)
+                return weights.astype(problem.dtype)
+
+            weights = pipeline.accumulate(weighed, *[(GROUP_ROWS, columns)] * (1 + of_scores))
+            done, summed = (d, c) if of_scores else (c, d)
+            done[1].release(u)
+            turns.begin(w)
+            plgpu.wgmma(total, weights, c_tile if of_scores else d[1].wait(u)[0])
+            plgpu.wgmma_wait(0)
+            summed[1].release(u)
+
+        of_each_head(lambda _, turn: seen.walk_by_turn(lambda t, _, edge: step(t, edge, turn), None))
+        return plgpu.wgmma_accumulator_load(total)
+
+    pipeline.roles(consumers, produce, consume)
+
+
+def _sides(gradient: Gradient, blocks: MosaicBlocks) -> tuple[int, int]:
+    """Rows of a tile of the gradient, and of the tiles that stream past."""
+    return (blocks.block_q, blocks.block_k) if gradient.by_query else (blocks.block_k, blocks.block_q)
+
+
+def alone(
+    gradient: Gradient, problem: Problem, blocks: MosaicBlocks, tensors: tuple[Array, ...]
+) -> Array:
+    """One gradient, of tensors q, k, v, do and the queries' vectors as the kernels see them."""
+    like = tensors[(DQ, DK, DV).index(gradient)]
+    out = jax.ShapeDtypeStruct(like.shape, like.dtype)
+    rows, columns = _sides(gradient, blocks)
+    consumers, dtype = rows // GROUP_ROWS, tensors[0].dtype
+    mask = problem.mask if gradient.by_query else problem.mask.T
+    grid = Grid.of(problem.B, out.shape[2], pl.cdiv(out.shape[1], rows), blocks.head_group, mask)
+
+    def ring(width: int, stays: bool, stages: int, vectors: bool = False) -> Ring:
+        slots, length = (consumers, GROUP_ROWS) if stays else (stages, columns)
+        buffers = [pipeline.tiles(slots, length, width, dtype=dtype)]
+        return Ring.of(slots, consumers, *buffers, *[pipeline.vectors(slots, 2, length)] * vectors)
+
+    by_query = gradient.by_query
+    needs_v = gradient.of_scores or problem.H != problem.Hv
+    scratch = dict(
+        q_ring=ring(problem.H, by_query, 2, vectors=True),
+        k_ring=ring(problem.H, not by_query, 2),
+        v_ring=ring(problem.Hv, not by_query, blocks.num_stages) if needs_v else None,
+        do_ring=ring(problem.Hv, by_query, blocks.num_stages),
+    )
+    kernel = functools.partial(flash_alone, gradient=gradient)
+    return pipeline.call(kernel, gradient.name, problem, grid, blocks, consumers, scratch, tensors, (out,))[0]

@@ -1,0 +1,139 @@
+"""How tiles move in the backward pass, with TMA and wgmma: one kernel, a tile of keys stays, queries stream past.
+
+FlashAttention-3 (arXiv:2407.08608): the scores and their cotangents are computed transposed, so that they feed the
+products for dv and dk from registers; for dq they pass through shared memory, and are added up in device memory.
+"""
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_flash import masks, softmax
+from pallas_flash.kernels.grid import Grid
+from pallas_flash.kernels.mosaic_gpu import pipeline
+from pallas_flash.kernels.mosaic_gpu.pipeline import FAST, GROUP_ROWS, Ring
+from pallas_flash.masks import Span
+from pallas_flash.plan import MosaicBlocks
+from pallas_flash.problem import Problem
+
+CONSUMERS = 2
+
+
+def flash_backward(
+    q_ref, k_ref, v_ref, do_ref, vectors_ref, dq_ref, dk_ref, dv_ref, *, q_ring: Ring, do_ring: Ring, kv_ring: Ring,
+    ds_tiles, dq_tiles, problem: Problem, grid: Grid, blocks: MosaicBlocks,
+):  # fmt: skip
+    """Kernel body: dk and dv of one tile of keys, summed over a group of query heads; dq is added to `dq_ref`."""
+    block_q, block_k = blocks.block_q, blocks.block_k
+    b, kv_head, i = pipeline.place(grid)
+    first = i * block_k
+    mask = pipeline.bounded(problem, block_k)
+    seen = pipeline.uniform(masks.visit(mask.T, Span(first, first + block_k), Span(0, problem.T), block_q))
+    sign, c = softmax.base2(problem.any_scale)
+
+    def of_each_head(walk):
+        """`walk(head, turn)` for each query head of the group, `turn` being that of its first block."""
+
+        def one(g, _=None):
+            walk(kv_head * problem.G + g, g * seen.count)
+
+        return one(0) if problem.G == 1 else lax.fori_loop(0, problem.G, one, None)
+
+    def produce():
+        keys = pl.ds(first, block_k)
+        kv_ring.fill(0, k_ref.at[b, keys, kv_head], v_ref.at[b, keys, kv_head])
+
+        def walk(head, turn):
+            def step(t, _):
+                rows = pl.ds(seen.block(t) * block_q, block_q)
+                q_ring.fill(turn + t, q_ref.at[b, rows, head], vectors_ref.at[b, head, :, rows])
+                do_ring.fill(turn + t, do_ref.at[b, rows, head])
+
+            lax.fori_loop(0, seen.count, step, None)
+
+        of_each_head(walk)
+
+    def consume(w: int):
+        own = pl.ds(w * GROUP_ROWS, GROUP_ROWS)
+        k, v = kv_ring.wait(0)
+        sums = (GROUP_ROWS, problem.H), (GROUP_ROWS, problem.Hv)
+        dk, dv = pipeline.accumulate(lambda dk, dv: stream(w, dk, dv), *sums)
+        pipeline.meet()  # the other consumer's last product may still read all of k
+        dk_tile, dv_tile = k.at[own], v.at[own]
+        dk_tile[...] = (dk * (problem.any_scale * sign)).astype(problem.dtype)
+        dv_tile[...] = dv.astype(problem.dtype)
+        rows = pl.ds(first + w * GROUP_ROWS, GROUP_ROWS)
+        pipeline.send((dk_tile, dk_ref.at[b, rows, kv_head]), (dv_tile, dv_ref.at[b, rows, kv_head]))
+
+    def stream(w: int, dk, dv) -> tuple[Array, Array]:
+        own = pl.ds(w * GROUP_ROWS, GROUP_ROWS)
+        rows, columns = _part(problem, block_q)
+        by_rows = rows < block_q
+        part = (own, slice(None)) if by_rows else (slice(None), pl.ds(w * columns, columns))
+        offset = w * rows if by_rows else 0
+
+        def step(t, edge: bool, head, turn):
+            u, j = turn + t, seen.block(t)
+            (k, v), (q, vectors) = kv_ring.anew(0), q_ring.wait(u)
+
+            def weighed(scores, d_weights):
+                plgpu.wgmma(scores, k.at[own], q.transpose((1, 0)))
+                plgpu.wgmma(d_weights, v.at[own], do_ring.wait(u)[0].transpose((1, 0)))
+                sT = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+                lse2, delta = (pipeline.by_column(vectors.at[n], sT.shape) for n in range(2))
+                at = pipeline.tile(j * block_q, first + w * GROUP_ROWS, sT.shape, transposed=True)
+                pT = softmax.recompute(softmax.masked(sT, mask.keep(at) if edge else None), c, lse2, FAST)
+                dsT = softmax.d_score(pT, plgpu.wgmma_accumulator_load(d_weights, wait_n=0), delta)
+                return pT.astype(problem.dtype), dsT.astype(problem.dtype)
+
+            pT, dsT = pipeline.accumulate(weighed, (GROUP_ROWS, block_q), (GROUP_ROWS, block_q))
+            ds_tile = ds_tiles.at[lax.rem(u, jnp.int32(2))]
+            ds_tile[own, :] = dsT
+            plgpu.wgmma(dv, pT, *do_ring.at(u))  # eq. 13
+            pipeline.meet()
+
+            def summed(dq):
+                plgpu.wgmma(dq, ds_tile.at[:, part[0]].transpose((1, 0)), k.at[:, part[1]])  # eq. 17
+                plgpu.wgmma(dk, dsT, q)  # eq. 18
+                plgpu.wgmma_wait(2)
+                do_ring.release(u)
+                target = dq_ref.at[b, pl.ds(j * block_q + offset, rows), head, part[1]]
+                pipeline.add(plgpu.wgmma_accumulator_load(dq, wait_n=1), dq_tiles.at[w], target)
+
+            pipeline.accumulate(summed, (rows, columns))
+            plgpu.wgmma_wait(0)
+            q_ring.release(u)
+
+        of_each_head(lambda head, turn: seen.walk_by_turn(lambda t, _, edge: step(t, edge, head, turn), None))
+        return dk[...], dv[...]
+
+    pipeline.roles(CONSUMERS, produce, consume)
+
+
+def together(
+    problem: Problem, blocks: MosaicBlocks, tensors: tuple[Array, ...]
+) -> tuple[Array, Array, Array]:
+    """dq (float32, without the scale), dk and dv of tensors q, k, v, do and the queries' vectors as the kernel sees them."""
+    block_q, block_k, stages = blocks.block_q, blocks.block_k, blocks.num_stages
+    H, Hv, dtype = problem.H, problem.Hv, tensors[0].dtype
+    grid = Grid.of(problem.B, problem.K, pl.cdiv(problem.S, block_k), blocks.head_group, problem.mask.T)
+    dq_ref = jax.new_ref(jnp.zeros((problem.B, pl.cdiv(problem.T, block_q) * block_q, problem.N, H), jnp.float32))
+    scratch = dict(
+        q_ring=Ring.of(stages, CONSUMERS, pipeline.tiles(stages, block_q, H, dtype=dtype), pipeline.vectors(stages, 2, block_q)),
+        do_ring=Ring.of(stages, CONSUMERS, pipeline.tiles(stages, block_q, Hv, dtype=dtype)),
+        kv_ring=Ring.of(1, CONSUMERS, *(pipeline.tiles(1, block_k, width, dtype=dtype) for width in (H, Hv))),
+        ds_tiles=pipeline.tiles(2, block_k, block_q, dtype=dtype),
+        dq_tiles=pipeline.tiles(CONSUMERS, *_part(problem, block_q), dtype=jnp.float32),
+    )
+    outputs = tuple(jax.ShapeDtypeStruct(x.shape, dtype) for x in tensors[1:3])
+    dk, dv = pipeline.call(
+        flash_backward, "flash_backward", problem, grid, blocks, CONSUMERS, scratch, (*tensors, dq_ref), outputs
+    )
+    return dq_ref[...], dk, dv
+
+
+def _part(problem: Problem, block_q: int) -> tuple[int, int]:
+    """Rows and columns of dq that one consumer computes: half the rows of a tile of 128, else half the columns."""
+    return (GROUP_ROWS, problem.H) if block_q > GROUP_ROWS else (block_q, problem.H // CONSUMERS)
