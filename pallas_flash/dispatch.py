@@ -33,7 +33,10 @@ class Implementation:
 def implementations() -> tuple[Implementation, ...]:
     """All of them, fastest first. Imported on first use: kernels whose compiler JAX comes without are refused."""
     xla = importlib.import_module("pallas_flash.xla")
-    kernels = _kernels("mosaic_gpu", "pallas_flash.kernels.mosaic_gpu"), _kernels("triton", "pallas_flash.kernels.triton")
+    kernels = (
+        _kernels("mosaic_gpu", "pallas_flash.kernels.mosaic_gpu"),
+        _kernels("triton", "pallas_flash.kernels.triton"),
+    )
     return *kernels, Implementation("xla", xla.refusal, xla.forward)
 
 

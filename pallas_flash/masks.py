@@ -221,7 +221,7 @@ class Visit(NamedTuple):
         return not _is(self.edges, 0)
 
     @property
-    def count(self) -> Index:
+    def steps(self) -> Index:
         """How many blocks there are to walk."""
         return self.end - self.start
 
@@ -254,7 +254,7 @@ class Visit(NamedTuple):
         """As `walk`, but with `step(t, carry, edge)` for the t-th block, and from the one after `skip` on."""
         if self.has_edges:
             carry = lax.fori_loop(skip, self.edges, lambda t, c: step(t, c, True), carry)
-        return lax.fori_loop(_max(self.edges, skip), self.count, lambda t, c: step(t, c, False), carry)
+        return lax.fori_loop(_max(self.edges, skip), self.steps, lambda t, c: step(t, c, False), carry)
 
 
 def visit(mask: Mask, rows: Span, columns: Span, block: int) -> Visit:

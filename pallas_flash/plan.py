@@ -111,12 +111,13 @@ class MosaicPlan:
     Attributes:
         forward: Of the output; one to three warp groups of 64 queries each.
         backward: Of all gradients in one kernel, for head dims up to 128: two warp groups of 64 keys each, `block_q`
-            64 or 128, `block_k` 128. None: each gradient has a kernel of its own, which is bitwise reproducible.
+            64 or 128, `block_k` 128. None: each gradient has a kernel of its own.
         dq: Of the query's gradient alone; one to three warp groups of 64 queries.
         dkv: Of the gradients of key and value, each alone; one or two warp groups of 64 keys.
 
     Raises:
         TypeError: A field is no `MosaicBlocks`.
+        ValueError: A field has blocks that its kernel does not take.
     """
 
     forward: MosaicBlocks
@@ -129,6 +130,10 @@ class MosaicPlan:
             blocks = getattr(self, kernel)
             if not isinstance(blocks, MosaicBlocks) and (kernel != "backward" or blocks is not None):
                 raise TypeError(f"{kernel}: expected a pallas_flash.MosaicBlocks, got {blocks!r}; plan=None picks one")
+        if self.backward and (self.backward.block_k != 128 or self.backward.block_q > 128):
+            raise ValueError(f"backward: expected block_q 64 or 128 and block_k 128, got {self.backward}")
+        if self.dkv.block_q > 128:
+            raise ValueError(f"dkv: expected block_q 64 or 128, got {self.dkv}")
 
     def __str__(self) -> str:
         gradients = f"backward {self.backward}" if self.backward else f"dq {self.dq}, dk and dv {self.dkv}"
@@ -227,16 +232,46 @@ def _shortened(blocks: Blocks, sizes: Sizes) -> Blocks:
 # Forward, backward, dq and dkv by padded head dim, as measured on an H200 at T = 8192.
 _MOSAIC = {
     64: ((192, 128, 2, 8), (128, 128, 2, 8), (128, 128, 2, 8), (128, 128, 2, 8)),
-    128: ((128, 128, 2, 4), (64, 128, 2, 8), (128, 128, 2, 8), (128, 128, 2, 8)),
+    128: ((128, 128, 2, 4), (64, 128, 2, 4), (128, 128, 2, 8), (128, 128, 2, 8)),
     192: ((128, 64, 2, 4), None, (128, 64, 2, 8), (64, 128, 2, 8)),
     256: ((128, 64, 2, 8), None, (128, 64, 1, 8), (64, 128, 1, 8)),
 }
 
 
 @functools.cache
-def choose_mosaic(T: int, H: int, Hv: int, deterministic: bool) -> MosaicPlan:
-    """The plan of the Mosaic-GPU kernels for a Hopper GPU."""
+def choose_mosaic(T: int, H: int, Hv: int, grows: bool = False) -> MosaicPlan:
+    """The plan of the Mosaic-GPU kernels for a Hopper GPU; `grows` as of a mask (`masks.Mask.grows`)."""
     width = max(64, -(-max(H, Hv) // 64) * 64)
     forward, backward, dq, dkv = (blocks and MosaicBlocks(*blocks) for blocks in _MOSAIC[width])
     forward, dq = (dataclasses.replace(x, block_q=min(x.block_q, -(-T // 64) * 64)) for x in (forward, dq))
-    return MosaicPlan(forward, None if deterministic else backward, dq, dkv)
+    if grows:  # the tiles that run side by side differ in length, and drift apart
+        forward, backward = (x and dataclasses.replace(x, head_group=8) for x in (forward, backward))
+    return MosaicPlan(forward, backward, dq, dkv)
+
+
+def mosaic_shortage(plan: MosaicPlan, H: int, Hv: int) -> str | None:
+    """Which Mosaic-GPU kernel the head dims are too large for; None: the plan fits a Hopper GPU."""
+    if plan.backward and max(H, Hv) > 128:
+        return f"the backward kernel takes head dims up to 128, got {max(H, Hv)}; use a plan with backward=None"
+    H, Hv = (-(-width // 64) * 64 for width in (H, Hv))
+    limit = available(90) - 2048  # barriers, and what aligning the buffers costs
+    for kernel in ("forward", *(("backward",) if plan.backward else ("dq", "dkv"))):
+        needed = _mosaic_shared_memory(kernel, getattr(plan, kernel), H, Hv)
+        if needed > limit:
+            return (
+                f"the {kernel} kernel needs {needed} bytes of shared memory, the device has {limit}; "
+                "use smaller blocks, fewer stages or plan=None"
+            )
+
+
+def _mosaic_shared_memory(kernel: str, blocks: MosaicBlocks, H: int, Hv: int) -> int:
+    """Bytes of shared memory of padded head dims: tiles of 2-byte elements, and vectors and sums of float32."""
+    block_q, block_k, stages = blocks.block_q, blocks.block_k, blocks.num_stages
+    if kernel == "forward":
+        output = 0 if Hv == H else block_q * Hv
+        return 2 * (block_q * H + stages * block_k * (H + Hv) + output) + 4 * block_q
+    if kernel == "backward":
+        H = H if block_q > 64 else -(-H // 128) * 128
+        return 2 * ((block_k + stages * block_q) * (H + Hv) + 2 * block_k * block_q) + 4 * block_q * (H + 2 * stages)
+    stay, stream = (block_q, block_k) if kernel == "dq" else (block_k, block_q)
+    return 2 * (stay * (H + Hv) + stream * (2 * H + stages * Hv)) + 8 * (stay if kernel == "dq" else 2 * stream)

@@ -249,8 +249,9 @@ def _precision(precision) -> lax.Precision:
 
 def _deterministic_ops() -> bool:
     """Whether XLA_FLAGS ask for it."""
-    flags = dict(flag.partition("=")[::2] for flag in os.environ.get("XLA_FLAGS", "").split())
-    return flags.get("--xla_gpu_deterministic_ops", "false").lower() in ("", "true", "1")
+    flags = [flag.partition("=") for flag in os.environ.get("XLA_FLAGS", "").split()]
+    values = [value for name, _, value in flags if name == "--xla_gpu_deterministic_ops"]
+    return bool(values) and values[-1].lower() in ("", "true", "1")
 
 
 def _describe(value) -> str:

@@ -78,7 +78,11 @@ def masked(s: Array, keep: Array | None) -> Array:
 
 
 def advance(
-    m: Array, l: Array, s: Array, c: ArrayLike, fast: Elementary = PLAIN
+    m: Array,
+    l: Array,  # noqa: E741
+    s: Array,
+    c: ArrayLike,
+    fast: Elementary = PLAIN,
 ) -> tuple[Array, Array, Array, Array]:
     """Takes in the raw scores of one more block (eqs. 5 to 8): all of `update` but the output.
 

@@ -34,7 +34,11 @@ def backward(
     seen = dataclasses.replace(problem, H=q_seen.shape[-1], Hv=v_seen.shape[-1])
     tensors = q_seen, k_seen, v_seen, do_seen, vectors
     if plan.backward is None:
-        dq, dk, dv = alone(DQ, seen, plan.dq, tensors), alone(DK, seen, plan.dkv, tensors), alone(DV, seen, plan.dkv, tensors)
+        dq, dk, dv = (
+            alone(DQ, seen, plan.dq, tensors),
+            alone(DK, seen, plan.dkv, tensors),
+            alone(DV, seen, plan.dkv, tensors),
+        )
         d_scale = None  # `refusal` sees to it that none is needed
     else:
         raw_dq, dk, dv = together(seen, plan.backward, tensors)

@@ -1,4 +1,4 @@
-"""How tiles move when each gradient has a kernel of its own: bitwise reproducible, and for head dims above 128.
+"""How tiles move when each gradient has a kernel of its own: for head dims above 128.
 
 A tile of rows of the gradient stays and is summed in registers, what it attends to streams past. Consumers take turns:
 one's probabilities are computed under the others' products.
@@ -68,7 +68,7 @@ def flash_alone(
         elif problem.G == 1:
             walk(head, 0)
         else:
-            lax.fori_loop(0, problem.G, lambda g, _: walk(head * problem.G + g, g * seen.count), None)
+            lax.fori_loop(0, problem.G, lambda g, _: walk(head * problem.G + g, g * seen.steps), None)
 
     def fill(operand, turn, h, at, length: int):
         ref, ring = operand
@@ -86,12 +86,12 @@ def flash_alone(
                 for operand in (c, d):
                     fill(operand, turn + t, h, seen.block(t) * columns, columns)
 
-            lax.fori_loop(0, seen.count, step, None)
+            lax.fori_loop(0, seen.steps, step, None)
 
         of_each_head(walk)
 
     def consume(w: int):
-        stays, *of_rows = a[1].wait(w)
+        _, *of_rows = a[1].wait(w)
         if of_scores:
             b[1].wait(w)
         turns.open(w)
@@ -100,7 +100,7 @@ def flash_alone(
         turns.end(w)
         turns.close(w)
         by = problem.any_scale * (1 if by_query else sign) if of_scores else 1.0
-        tile = stays if problem.H == out_ref.shape[-1] else v_ring.at(w)[0]
+        (tile, *_) = {DQ: q_ring, DK: k_ring, DV: v_ring}[gradient].at(w)
         tile[...] = (total * by).astype(problem.dtype)
         pipeline.send((tile, out_ref.at[batch, pl.ds(first + w * GROUP_ROWS, GROUP_ROWS), head]))
 
@@ -144,9 +144,7 @@ def _sides(gradient: Gradient, blocks: MosaicBlocks) -> tuple[int, int]:
     return (blocks.block_q, blocks.block_k) if gradient.by_query else (blocks.block_k, blocks.block_q)
 
 
-def alone(
-    gradient: Gradient, problem: Problem, blocks: MosaicBlocks, tensors: tuple[Array, ...]
-) -> Array:
+def alone(gradient: Gradient, problem: Problem, blocks: MosaicBlocks, tensors: tuple[Array, ...]) -> Array:
     """One gradient, of tensors q, k, v, do and the queries' vectors as the kernels see them."""
     like = tensors[(DQ, DK, DV).index(gradient)]
     out = jax.ShapeDtypeStruct(like.shape, like.dtype)
@@ -161,11 +159,10 @@ def alone(
         return Ring.of(slots, consumers, *buffers, *[pipeline.vectors(slots, 2, length)] * vectors)
 
     by_query = gradient.by_query
-    needs_v = gradient.of_scores or problem.H != problem.Hv
     scratch = dict(
         q_ring=ring(problem.H, by_query, 2, vectors=True),
         k_ring=ring(problem.H, not by_query, 2),
-        v_ring=ring(problem.Hv, not by_query, blocks.num_stages) if needs_v else None,
+        v_ring=ring(problem.Hv, not by_query, blocks.num_stages),
         do_ring=ring(problem.Hv, by_query, blocks.num_stages),
     )
     kernel = functools.partial(flash_alone, gradient=gradient)

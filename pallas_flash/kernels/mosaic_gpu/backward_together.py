@@ -4,6 +4,8 @@ FlashAttention-3 (arXiv:2407.08608): the scores and their cotangents are compute
 products for dv and dk from registers; for dq they pass through shared memory, and are added up in device memory.
 """
 
+import dataclasses
+
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -22,10 +24,11 @@ CONSUMERS = 2
 
 
 def flash_backward(
-    q_ref, k_ref, v_ref, do_ref, vectors_ref, dq_ref, dk_ref, dv_ref, *, q_ring: Ring, do_ring: Ring, kv_ring: Ring,
+    q_ref, k_ref, v_ref, do_ref, vectors_ref, dq_ref, *counters_and_outputs, q_ring: Ring, do_ring: Ring, kv_ring: Ring,
     ds_tiles, dq_tiles, problem: Problem, grid: Grid, blocks: MosaicBlocks,
 ):  # fmt: skip
     """Kernel body: dk and dv of one tile of keys, summed over a group of query heads; dq is added to `dq_ref`."""
+    *counters, dk_ref, dv_ref = counters_and_outputs
     block_q, block_k = blocks.block_q, blocks.block_k
     b, kv_head, i = pipeline.place(grid)
     first = i * block_k
@@ -33,27 +36,29 @@ def flash_backward(
     seen = pipeline.uniform(masks.visit(mask.T, Span(first, first + block_k), Span(0, problem.T), block_q))
     sign, c = softmax.base2(problem.any_scale)
 
-    def of_each_head(walk):
-        """`walk(head, turn)` for each query head of the group, `turn` being that of its first block."""
+    order = pipeline.Order(*counters)
 
-        def one(g, _=None):
-            walk(kv_head * problem.G + g, g * seen.count)
+    def of_each_head(walk, carry):
+        """`walk(head, turn, carry)` for each query head of the group, `turn` being that of its first block."""
 
-        return one(0) if problem.G == 1 else lax.fori_loop(0, problem.G, one, None)
+        def one(g, carry):
+            return walk(kv_head * problem.G + g, g * seen.steps, carry)
+
+        return one(0, carry) if problem.G == 1 else lax.fori_loop(0, problem.G, one, carry)
 
     def produce():
         keys = pl.ds(first, block_k)
         kv_ring.fill(0, k_ref.at[b, keys, kv_head], v_ref.at[b, keys, kv_head])
 
-        def walk(head, turn):
+        def walk(head, turn, _):
             def step(t, _):
                 rows = pl.ds(seen.block(t) * block_q, block_q)
                 q_ring.fill(turn + t, q_ref.at[b, rows, head], vectors_ref.at[b, head, :, rows])
                 do_ring.fill(turn + t, do_ref.at[b, rows, head])
 
-            lax.fori_loop(0, seen.count, step, None)
+            lax.fori_loop(0, seen.steps, step, None)
 
-        of_each_head(walk)
+        of_each_head(walk, None)
 
     def consume(w: int):
         own = pl.ds(w * GROUP_ROWS, GROUP_ROWS)
@@ -74,7 +79,13 @@ def flash_backward(
         part = (own, slice(None)) if by_rows else (slice(None), pl.ds(w * columns, columns))
         offset = w * rows if by_rows else 0
 
-        def step(t, edge: bool, head, turn):
+        def place_and_rank(head, j):
+            """Of this consumer's part of a block of dq, the number, and how many thread blocks add to it before."""
+            tiles = masks.visit(mask, Span(j * block_q, (j + 1) * block_q), Span(0, problem.S), block_k)
+            place = ((b * problem.N + head) * pl.cdiv(problem.T, block_q) + j) * CONSUMERS + w
+            return place, tiles.end - 1 - i
+
+        def step(t, last, edge: bool, head, turn):
             u, j = turn + t, seen.block(t)
             (k, v), (q, vectors) = kv_ring.anew(0), q_ring.wait(u)
 
@@ -100,28 +111,43 @@ def flash_backward(
                 plgpu.wgmma_wait(2)
                 do_ring.release(u)
                 target = dq_ref.at[b, pl.ds(j * block_q + offset, rows), head, part[1]]
-                pipeline.add(plgpu.wgmma_accumulator_load(dq, wait_n=1), dq_tiles.at[w], target)
+                dq = plgpu.wgmma_accumulator_load(dq, wait_n=1)
+                place, rank = place_and_rank(head, j)
+                pipeline.add(dq, dq_tiles.at[w], target, order, last, place, rank)
+                return place
 
-            pipeline.accumulate(summed, (rows, columns))
+            place = pipeline.accumulate(summed, (rows, columns))
             plgpu.wgmma_wait(0)
             q_ring.release(u)
+            return place
 
-        of_each_head(lambda head, turn: seen.walk_by_turn(lambda t, _, edge: step(t, edge, head, turn), None))
+        def walk(head, turn, place):
+            return seen.walk_by_turn(lambda t, place, edge: step(t, place, edge, head, turn), place)
+
+        order.done(of_each_head(walk, jnp.int32(-1)))
         return dk[...], dv[...]
 
     pipeline.roles(CONSUMERS, produce, consume)
 
 
-def together(
-    problem: Problem, blocks: MosaicBlocks, tensors: tuple[Array, ...]
-) -> tuple[Array, Array, Array]:
-    """dq (float32, without the scale), dk and dv of tensors q, k, v, do and the queries' vectors as the kernel sees them."""
+def together(problem: Problem, blocks: MosaicBlocks, tensors: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+    """All gradients: dq (float32, without the scale), dk and dv.
+
+    `tensors` are q, k, v, do and the queries' vectors as the kernel sees them.
+    """
     block_q, block_k, stages = blocks.block_q, blocks.block_k, blocks.num_stages
     H, Hv, dtype = problem.H, problem.Hv, tensors[0].dtype
     grid = Grid.of(problem.B, problem.K, pl.cdiv(problem.S, block_k), blocks.head_group, problem.mask.T)
-    dq_ref = jax.new_ref(jnp.zeros((problem.B, pl.cdiv(problem.T, block_q) * block_q, problem.N, H), jnp.float32))
+    if problem.deterministic:  # of two tiles, the later one comes to a query first: then it need not wait
+        grid = dataclasses.replace(grid, last_first=True)
+    tiles_q = pl.cdiv(problem.T, block_q)
+    sums = [jax.new_ref(jnp.zeros((problem.B, tiles_q * block_q, problem.N, H), jnp.float32))]
+    if problem.deterministic:
+        sums.append(jax.new_ref(jnp.zeros(problem.B * problem.N * tiles_q * CONSUMERS, jnp.int32)))
     scratch = dict(
-        q_ring=Ring.of(stages, CONSUMERS, pipeline.tiles(stages, block_q, H, dtype=dtype), pipeline.vectors(stages, 2, block_q)),
+        q_ring=Ring.of(
+            stages, CONSUMERS, pipeline.tiles(stages, block_q, H, dtype=dtype), pipeline.vectors(stages, 2, block_q)
+        ),
         do_ring=Ring.of(stages, CONSUMERS, pipeline.tiles(stages, block_q, Hv, dtype=dtype)),
         kv_ring=Ring.of(1, CONSUMERS, *(pipeline.tiles(1, block_k, width, dtype=dtype) for width in (H, Hv))),
         ds_tiles=pipeline.tiles(2, block_k, block_q, dtype=dtype),
@@ -129,9 +155,9 @@ def together(
     )
     outputs = tuple(jax.ShapeDtypeStruct(x.shape, dtype) for x in tensors[1:3])
     dk, dv = pipeline.call(
-        flash_backward, "flash_backward", problem, grid, blocks, CONSUMERS, scratch, (*tensors, dq_ref), outputs
+        flash_backward, "flash_backward", problem, grid, blocks, CONSUMERS, scratch, (*tensors, *sums), outputs
     )
-    return dq_ref[...], dk, dv
+    return sums[0][...], dk, dv
 
 
 def _part(problem: Problem, block_q: int) -> tuple[int, int]:

@@ -48,7 +48,7 @@ def flash_forward(
             k_ring.fill(t, k_ref.at[b, keys, kv_head])
             v_ring.fill(t, v_ref.at[b, keys, kv_head])
 
-        lax.fori_loop(0, seen.count, step, None)
+        lax.fori_loop(0, seen.steps, step, None)
 
     def consume(w: int):
         (q,) = q_ring.wait(w)
@@ -87,7 +87,7 @@ def flash_forward(
 
         start = pipeline.row_vector(softmax.LOWEST), pipeline.row_vector(0.0), None
         m, l, p = seen.walk_by_turn(step, step(0, start, seen.has_edges, overlap=False), skip=1)  # noqa: E741
-        plgpu.wgmma(acc, p, *v_ring.wait(seen.count - 1))
+        plgpu.wgmma(acc, p, *v_ring.wait(seen.steps - 1))
         return softmax.Running(m, l, plgpu.wgmma_accumulator_load(acc))
 
     pipeline.roles(consumers, produce, consume)
@@ -115,7 +115,7 @@ def forward(
         q_ring=Ring.of(consumers, 1, own(seen.H)),
         k_ring=stream(seen.H),
         v_ring=stream(seen.Hv),
-        o_tiles=None if seen.H == seen.Hv else own(seen.Hv),  # the query's tile is free when the output is there
+        o_tiles=None if seen.Hv == seen.H else own(seen.Hv),  # the query's tile is free when the output is there
         l_rows=pipeline.vectors(consumers, GROUP_ROWS),
     )
     outputs = (

@@ -31,14 +31,18 @@ REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
 """Registers per thread of a consumer and of the producer, by the number of consumers; of 65,536 in all."""
 FAST = Elementary(constant=lambda x: x)
 """The plain functions: with `approx_math` they become the GPU's, fused."""
+_BLOCK, _GROUP = "flash_block", "flash_group"
+"""Names of the axes over thread blocks and over their warp groups."""
 _FIRST_NAMED_BARRIER = 8
 """Mosaic itself uses the ones below."""
 
 
 def tiles(*shape: int, dtype) -> Any:
     """Type of shared memory for tiles [..., rows, width], swizzled as TMA writes and wgmma reads them."""
+    tiling: Any = plgpu.TilingTransform
+    swizzle: Any = plgpu.SwizzleTransform
     width = 128 // jnp.dtype(dtype).itemsize
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, width)), swizzle(128)))
 
 
 def vectors(*shape: int) -> Any:
@@ -49,7 +53,7 @@ def vectors(*shape: int) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """Slots of shared memory that the producer fills and the consumers free, in turn t = 0, 1, …
+    """Slots of shared memory that the producer fills and the consumers free, by turns, from 0.
 
     `Ring.of` gives the types of one; inside a kernel its fields are references.
 
@@ -107,10 +111,14 @@ class Ring:
         plgpu.barrier_arrive(self.free.at[self._slot(t)])
 
 
+_inline: Any = plgpu.inline_mgpu
+_SCALAR = plgpu.Layout.WG_SPLAT
+
+
 def _named_barrier(operation: str, number: int) -> None:
     """`sync` waits for, `arrive` announces to, the other warp group of a pair."""
 
-    @plgpu.inline_mgpu()
+    @_inline()
     def emit(_):
         code = f"bar.{operation} {_FIRST_NAMED_BARRIER + number}, 256;"
         mgpu.utils.inline_ptx(code, has_side_effects=True, convergent=True)
@@ -124,7 +132,7 @@ def meet() -> None:
     _named_barrier("sync", 0)
 
 
-@plgpu.inline_mgpu()
+@_inline()
 def _fence(_):
     nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
 
@@ -134,10 +142,7 @@ def uniform(scalars):
     return jax.tree.map(lambda x: x if isinstance(x, int) else _first_lane(x), scalars)
 
 
-_SCALAR = plgpu.Layout.WG_SPLAT
-
-
-@plgpu.inline_mgpu(arg_types=(_SCALAR,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR))
+@_inline(arg_types=(_SCALAR,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR))
 def _first_lane(_, x):
     value = x.registers.item()
     every_lane, lane, clamp = (mgpu.utils.c(n, value.type) for n in (-1, 0, 31))
@@ -171,7 +176,7 @@ class Turns:
 def roles(consumers: int, produce: Callable[[], None], consume: Callable[[int], None]) -> None:
     """Runs the producer and the consumers, each with its share of the registers and its own code."""
     most, least = REGISTERS[consumers]
-    group = lax.axis_index("group")
+    group = lax.axis_index(_GROUP)
 
     @pl.when(group == consumers)
     def _():
@@ -188,7 +193,7 @@ def roles(consumers: int, produce: Callable[[], None], consume: Callable[[int], 
 
 def place(grid: Grid) -> tuple[Array, Array, Array]:
     """Batch entry, head and tile of rows of this thread block."""
-    return grid.at_number(lax.axis_index("block"))
+    return grid.at_number(lax.axis_index(_BLOCK))
 
 
 def tile(q_start, k_start, shape: tuple[int, int], transposed: bool = False) -> Tile:
@@ -215,7 +220,7 @@ def by_column(vector_ref, shape: tuple[int, int]) -> Array:
 
 def accumulate(scope: Callable, *shapes: tuple[int, int]):
     """Runs `scope` with float32 accumulators of these shapes, which start at 0."""
-    return pl.run_scoped(scope, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+    return pl.run_scoped(scope, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def after(vector_ref, vector: Array, *values: Array) -> tuple[Array, ...]:
@@ -224,9 +229,9 @@ def after(vector_ref, vector: Array, *values: Array) -> tuple[Array, ...]:
     ptxas moves a wait for products above everything that does not depend on them, softmax included, unless something
     that it cannot move stands between: the store.
     """
-    *values, vector = lax.optimization_barrier((*values, vector))
-    vector_ref[...] = vector
-    return *values, vector
+    held = lax.optimization_barrier((*values, vector))
+    vector_ref[...] = held[-1]
+    return held
 
 
 def send(*copies: tuple[Any, Any]) -> None:
@@ -237,12 +242,58 @@ def send(*copies: tuple[Any, Any]) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def add(values: Array, tile_ref, destination) -> None:
-    """Starts adding float32 values to device memory, through a tile of shared memory, once its last use is over."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+def add(values: Array, tile_ref, destination, order: "Order", last, place, rank) -> None:
+    """Starts adding float32 values to device memory, through a tile of shared memory whose last use is over then.
+
+    `last` and `place` are the places, in the order, of the addition before and of this one, `rank` is its turn.
+    """
+    order.done(last)
     tile_ref[...] = values
     plgpu.commit_smem()
+    order.wait(place, rank)
     plgpu.copy_smem_to_gmem(tile_ref, destination, reduction_op="add")
+
+
+class Order:
+    """Lets thread blocks add to the same place of device memory one after the other, so that sums are reproducible.
+
+    Each place has an int32 counter, from 0: how many have added to it. Who waits must have been launched after all that
+    it waits for, since the GPU starts thread blocks in the order of their numbers.
+
+    Attributes:
+        counters: Reference to [places]; None: any order will do.
+    """
+
+    def __init__(self, counters=None):
+        self.counters = counters
+
+    def wait(self, place, rank) -> None:
+        """Until `rank` others have added to the place."""
+        if self.counters is not None:
+            _await_count(self.counters.at[pl.ds(place, 1)], rank)
+
+    def done(self, place) -> None:
+        """Completes this warp group's last addition, which was to that place; there is none yet if it is negative."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=self.counters is None)
+        if self.counters is not None:
+            pl.when(place >= 0)(lambda: _count_up(self.counters.at[pl.ds(place, 1)]))
+
+
+@_inline(arg_types=(plgpu.RefType(), _SCALAR))
+def _await_count(_, counter, value):
+    code = (
+        "{ .reg .pred p; .reg .s32 n; AGAIN: ld.acquire.gpu.global.s32 n, [$0]; setp.lt.s32 p, n, $1; @p bra AGAIN; }"
+    )
+    address = mgpu.utils.memref_ptr(counter)
+    mgpu.utils.inline_ptx(code, address, value.registers.item(), has_side_effects=True, convergent=True)
+
+
+@_inline(arg_types=(plgpu.RefType(),))
+def _count_up(_, counter):
+    mgpu.utils.warpgroup_barrier()
+    with mgpu.utils.when(mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARPGROUP)):
+        address = mgpu.utils.memref_ptr(counter)
+        mgpu.utils.inline_ptx("red.release.gpu.global.add.s32 [$0], 1;", address, has_side_effects=True)
 
 
 def bounded(problem: Problem, block_k: int) -> Mask:
@@ -251,8 +302,8 @@ def bounded(problem: Problem, block_k: int) -> Mask:
 
 
 def call(
-    kernel: Callable, name: str, problem: Problem, grid: Grid, blocks: MosaicBlocks, consumers: int, scratch: dict[str, Any],
-    operands: tuple[Any, ...], outputs: tuple[jax.ShapeDtypeStruct, ...],
+    kernel: Callable, name: str, problem: Problem, grid: Grid, blocks: MosaicBlocks, consumers: int,
+    scratch: dict[str, Any], operands: tuple[Any, ...], outputs: tuple[jax.ShapeDtypeStruct, ...],
 ):  # fmt: skip
     """Launches `kernel(*operands, *outputs, problem=, grid=, blocks=, **scratch)`; in it, leaves are scalars."""
     leaves, structure = jax.tree.flatten(problem)
@@ -268,9 +319,9 @@ def call(
         body,
         out_type=outputs,
         grid=(x * y * z,),
-        grid_names=("block",),
+        grid_names=(_BLOCK,),
         num_threads=consumers + 1,
-        thread_name="group",
+        thread_name=_GROUP,
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
     )(*leaves, *operands)
