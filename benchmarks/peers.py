@@ -113,16 +113,18 @@ def _window(case: Case, unbounded: int) -> tuple[int, int]:
     return (unbounded if left is None else left, unbounded if right is None else right)
 
 
-def _ours(name: str, implementation: str | None, needs_gpu: bool) -> Peer:
+def _ours(name: str, implementation: str | None, needs_gpu: bool, **options) -> Peer:
+    options["implementation"] = implementation
+
     def build(case, choice):
         import pallas_flash
 
-        return functools.partial(pallas_flash.flash_attention, implementation=implementation, **case.options())
+        return functools.partial(pallas_flash.flash_attention, **options, **case.options())
 
     def explain(case, q, k, v):
         import pallas_flash
 
-        return pallas_flash.explain(q, k, v, implementation=implementation, **case.options())
+        return pallas_flash.explain(q, k, v, **options, **case.options())
 
     return Peer(name, "pallas_flash", "pallas_flash", lambda case: None, build, needs_gpu, explain=explain)
 
@@ -201,6 +203,8 @@ PEERS = {
     peer.name: peer
     for peer in (
         _ours("ours", None, needs_gpu=False),
+        _ours("ours_mosaic_gpu", "mosaic_gpu", needs_gpu=True),
+        _ours("ours_deterministic", "mosaic_gpu", needs_gpu=True, deterministic=True),
         _ours("ours_triton", "triton", needs_gpu=True),
         _ours("ours_xla", "xla", needs_gpu=False),
         _jax_nn("xla"),

@@ -90,16 +90,19 @@ def flash_attention(  # pyright: ignore[reportInconsistentOverload]  (the keywor
         local_window_size: A query at position p attends to keys p - left … p + right, both included. One int is both
             sides, None is no bound on a side.
         return_residual: Whether to return the log-sum-exp of each query's logits too.
-        implementation: "triton" (NVIDIA GPUs from Ampere on), "xla" (any device, differentiable to any order, in
-            forward mode too), or None for the fastest that accepts the call; `explain` tells which and why.
+        implementation: "mosaic_gpu" (Hopper; bfloat16 and float16), "triton" (NVIDIA GPUs from Ampere on), "xla" (any
+            device, differentiable to any order, in forward mode too), or None for the fastest that accepts the call;
+            `explain` tells which and why.
         query_offset: Integer, scalar or [*B]: the position of query 0 among the keys, which moves the causal edge and
             the window. S - T aligns the last query with the last key. A Python int compiles anew for each value, an
             array does not.
-        deterministic: Whether gradients must be bitwise reproducible. Both implementations always are.
+        deterministic: Whether gradients must be bitwise reproducible. Outputs always are, gradients are by default
+            except from "mosaic_gpu" with head dims up to 128, which is faster for it. `--xla_gpu_deterministic_ops` in
+            XLA_FLAGS asks for it too.
         precision: `jax.lax.Precision` (or its name) of the dots of float32 inputs, forward and backward: on GPUs
             "default" is tf32 and "highest" as accurate as float32; the Triton kernels take "high" as "highest". None
             follows `jax.default_matmul_precision`.
-        plan: `Plan` of block sizes for the Triton kernels. None: chosen for the device.
+        plan: `Plan` of block sizes for the Triton kernels, or `MosaicPlan`. None: chosen for the device.
         interpret: Whether to run the Pallas kernels in interpret mode, which works on a CPU.
 
     Returns:

@@ -188,9 +188,15 @@ def _benchmark(T: int, H: int, is_causal: bool, tokens: int = 16_384, width: int
 
 
 BENCHMARK = [
-    *(_benchmark(T, H, c) for T in (512, 2048, 8192, 16_384) for H in (64, 128, 256) for c in (False, True)),
-    dataclasses.replace(_benchmark(8192, 128, True), name="h128_causal_gqa8_t8192", K=2),
+    *(_benchmark(T, H, c) for T in (512, 1024, 2048, 8192, 16_384) for H in (64, 128, 256) for c in (False, True)),
+    *(
+        dataclasses.replace(case, name=case.name.replace("_t", "_gqa8_t"), K=case.N // 8)
+        for case in (_benchmark(T, H, c) for T in (8192, 16_384) for H in (64, 128, 256) for c in (False, True))
+    ),
     dataclasses.replace(_benchmark(16_384, 128, True), name="h128_window1023_t16384", local_window_size=(1023, 0)),
-    dataclasses.replace(_benchmark(8192, 128, True), name="h128_causal_t8191", T=8191, S=8191),
+    *(
+        dataclasses.replace(_benchmark(8192, 128, c), name=f"h128_{mask}_t8191", T=8191, S=8191)
+        for c, mask in ((False, "full"), (True, "causal"))
+    ),
     dataclasses.replace(_benchmark(8192, 128, True), name="h128_causal_fp16_t8192", dtype="float16"),
 ]
