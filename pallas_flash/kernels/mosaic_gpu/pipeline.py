@@ -85,13 +85,9 @@ class Ring:
         for source, buffer in zip(sources, self.buffers, strict=True):
             plgpu.copy_gmem_to_smem(source, buffer.at[slot], self.ready.at[slot])
 
-    def wait(self, t, end=None) -> tuple[Any, ...]:
-        """What turn t brought, once it is there; from turn `end` on, where nothing comes, whatever the slot holds."""
-
-        def wait():
-            plgpu.barrier_wait(self.ready.at[self._slot(t)])
-
-        wait() if end is None else pl.when(t < end)(wait)
+    def wait(self, t) -> tuple[Any, ...]:
+        """What turn t brought, once it is there."""
+        plgpu.barrier_wait(self.ready.at[self._slot(t)])
         return self.at(t)
 
     def at(self, t) -> tuple[Any, ...]:
