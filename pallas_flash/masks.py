@@ -236,8 +236,12 @@ class Visit(NamedTuple):
         return right if _is(self._left, 0) else _where(t < self._left, self.start + t, right)
 
     def at_least_one(self) -> "Visit":
-        """With one block, kept nowhere, where there is none: for kernels that must start with a block."""
-        return self._replace(end=_max(self.end, self.start + 1))
+        """With block 0, of which nothing is kept, where there is no block: for kernels that must start with one."""
+        if _static(*self):
+            return self if self.start < self.end else Visit(0, 0, 0, 1)
+        empty = self.start >= self.end
+        start, full_start, full_end = (_where(empty, 0, x) for x in self[:3])
+        return Visit(start, full_start, full_end, _where(empty, 1, self.end))
 
     def walk(self, step: Callable[[Index, Carry, bool], Carry], carry: Carry) -> Carry:
         """Runs `step(block, carry, edge)` over the blocks: those that need `keep` (edge=True), then the full ones.

@@ -97,7 +97,7 @@ class MosaicBlocks:
     def __post_init__(self):
         ranges = {"block_q": (64, 128, 192), "block_k": (64, 128), "num_stages": range(1, 9)}
         for name, allowed in {**ranges, "head_group": range(1, 1025)}.items():
-            if (n := getattr(self, name)) not in allowed:
+            if not isinstance(n := getattr(self, name), int) or isinstance(n, bool) or n not in allowed:
                 raise ValueError(f"{name}: expected one of {allowed}, got {n!r}; plan=None picks one")
 
     def __str__(self) -> str:
@@ -131,9 +131,11 @@ class MosaicPlan:
             if not isinstance(blocks, MosaicBlocks) and (kernel != "backward" or blocks is not None):
                 raise TypeError(f"{kernel}: expected a pallas_flash.MosaicBlocks, got {blocks!r}; plan=None picks one")
         if self.backward and (self.backward.block_k != 128 or self.backward.block_q > 128):
-            raise ValueError(f"backward: expected block_q 64 or 128 and block_k 128, got {self.backward}")
+            raise ValueError(
+                f"backward: expected block_q 64 or 128 and block_k 128, got {self.backward}; plan=None picks one"
+            )
         if self.dkv.block_q > 128:
-            raise ValueError(f"dkv: expected block_q 64 or 128, got {self.dkv}")
+            raise ValueError(f"dkv: expected block_q 64 or 128, got {self.dkv}; plan=None picks one")
 
     def __str__(self) -> str:
         gradients = f"backward {self.backward}" if self.backward else f"dq {self.dq}, dk and dv {self.dkv}"

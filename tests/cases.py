@@ -84,6 +84,7 @@ SMALL = [
     Case("window_causal", T=100, is_causal=True, local_window_size=(17, 40), N=4, K=2),
     Case("window_left_open", T=64, S=80, local_window_size=(None, 5)),
     Case("window_offset", T=40, S=100, local_window_size=(15, 2), query_offset=(60, 0)),
+    Case("window_past_keys", T=90, S=32, H=16, local_window_size=9),
     Case("lengths", T=80, S=70, query_seq_lengths=(80, 33), key_value_seq_lengths=(19, 70)),
     Case("lengths_empty", T=40, S=50, query_seq_lengths=(0, 25), key_value_seq_lengths=(50, 0)),
     Case(
@@ -147,6 +148,7 @@ LARGE = [
     Case("heads_40_over_1", T=200, N=40, K=1, H=64, dtype="bfloat16", is_causal=True),
     Case("heads_17_over_1", T=200, N=17, K=1, H=64, dtype="bfloat16"),
     Case("window_bf16", T=2000, N=4, H=128, dtype="bfloat16", local_window_size=(255, 0)),
+    Case("window_past_keys_bf16", T=512, S=128, N=2, H=64, dtype="bfloat16", local_window_size=16),
     Case("window_both_bf16", T=2000, N=4, K=1, H=64, dtype="bfloat16", local_window_size=(100, 70)),
     Case(
         "lengths_bf16",

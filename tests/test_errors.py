@@ -1,7 +1,10 @@
 """What is wrong is said: type and message of every refusal, and what `explain` tells about the choice."""
 
 import contextlib
+import dataclasses
+import functools
 import itertools
+import re
 import sys
 
 import jax
@@ -10,11 +13,13 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_flash import Blocks, Plan, dispatch, explain, flash_attention, plan
+from pallas_flash import Blocks, MosaicBlocks, MosaicPlan, Plan, dispatch, explain, flash_attention, plan
 from pallas_flash.problem import _precision
 
 B, T, S, N, K, H = 2, 4, 6, 4, 2, 8
 PLAN = Plan(Blocks(32, 16), Blocks(16, 32), Blocks(32, 32))
+TILE = MosaicBlocks(64, 128)
+TOGETHER, ALONE = MosaicPlan(TILE, TILE, TILE, TILE), MosaicPlan(TILE, None, TILE, TILE)
 
 
 def array(*shape: int, dtype=jnp.float32) -> jax.Array:
@@ -117,15 +122,33 @@ WRONG = {
     ),
     "implementation": (
         {"implementation": "cudnn"},
-        (ValueError, "implementation", "None or one of .*'triton'.*'xla'", "'cudnn'", "None picks the fastest"),
+        (
+            ValueError,
+            "implementation",
+            "None or one of .*'mosaic_gpu'.*'triton'.*'xla'",
+            "'cudnn'",
+            "None picks the fastest",
+        ),
     ),
     "plan": (
         {"plan": {"block_q": 64}},
-        (TypeError, "plan", r"a pallas_flash\.Plan", "dict {'block_q': 64}", "None picks the block sizes"),
+        (
+            TypeError,
+            "plan",
+            r"None, a pallas_flash\.Plan or a MosaicPlan",
+            "dict {'block_q': 64}",
+            "None picks the block sizes",
+        ),
     ),
     "plan_of_blocks": (
         {"plan": Blocks(64, 64)},
-        (TypeError, "plan", r"a pallas_flash\.Plan", r"Blocks Blocks\(", "None picks the block sizes"),
+        (
+            TypeError,
+            "plan",
+            r"None, a pallas_flash\.Plan or a MosaicPlan",
+            r"Blocks Blocks\(",
+            "None picks the block sizes",
+        ),
     ),
     "scale_infinite": (
         {"scale": float("inf")},
@@ -268,9 +291,60 @@ def test_blocks_out_of_range(field, value, expected):
         Blocks(**{"block_q": 64, "block_k": 64, field: value})
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        *(("block_q", n, r"\(64, 128, 192\)") for n in (0, 32, 96, 256, -64)),
+        *(("block_k", n, r"\(64, 128\)") for n in (0, 32, 96, 192, -64)),
+        *(("num_stages", n, r"range\(1, 9\)") for n in (0, 9, -1)),
+        *(("head_group", n, r"range\(1, 1025\)") for n in (0, 1025, -1)),
+    ],
+)
+def test_mosaic_blocks_out_of_range(field, value, expected):
+    with pytest.raises(ValueError, match=rf"^{field}: expected one of {expected}, got {value}; plan=None picks one$"):
+        MosaicBlocks(**{"block_q": 64, "block_k": 64, field: value})
+
+
+@pytest.mark.parametrize(
+    ("kernel", "wrong"),
+    [
+        *itertools.product(("forward", "backward", "dq", "dkv"), (Blocks(64, 64), (64, 64))),
+        *((kernel, None) for kernel in ("forward", "dq", "dkv")),
+    ],
+)
+def test_mosaic_plan_of_something_else(kernel, wrong):
+    fields = {"forward": TILE, "backward": TILE, "dq": TILE, "dkv": TILE, kernel: wrong}
+    made = object.__new__(MosaicPlan)  # the constructor's arguments are refused by the type checker of conftest.py
+    vars(made).update(fields)
+    with pytest.raises(TypeError, match=rf"^{kernel}: expected a pallas_flash\.MosaicBlocks, got .*; plan=None picks"):
+        made.__post_init__()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "blocks", "expected"),
+    [
+        ("backward", MosaicBlocks(192, 128), "block_q 64 or 128 and block_k 128, got 192x128"),
+        ("backward", MosaicBlocks(64, 64), "block_q 64 or 128 and block_k 128, got 64x64"),
+        ("dkv", MosaicBlocks(192, 64), "block_q 64 or 128, got 192x64"),
+    ],
+)
+def test_mosaic_blocks_that_a_kernel_does_not_take(kernel, blocks, expected):
+    with pytest.raises(ValueError, match=f"^{kernel}: expected {expected}"):
+        dataclasses.replace(TOGETHER, **{kernel: blocks})
+
+
 REFUSED = {
     "no_gpu": ({"implementation": "triton"}, "implementation='triton' .*triton: no GPU .*'xla', or interpret=True"),
     "plan_without_gpu": ({"plan": PLAN}, "implementation=None .*triton: no GPU .*xla: .*leave plan=None"),
+    "mosaic_plan": (
+        {"implementation": "triton", "plan": TOGETHER},
+        r"triton: the plan is one of Mosaic-GPU kernels; give a pallas_flash\.Plan, or plan=None",
+    ),
+    "mosaic_plan_interpreted": (
+        {"interpret": True, "plan": TOGETHER},
+        r"mosaic_gpu: its kernels do not run in interpret mode; .*triton: the plan is one of Mosaic.*xla: ",
+    ),
+    "xla_mosaic_plan": ({"implementation": "xla", "plan": ALONE}, "xla: it has no block .*; leave plan=None"),
     "xla_plan": ({"implementation": "xla", "plan": PLAN}, "'xla' refuses .*xla: it has no block .*; leave plan=None"),
     "xla_interpret": ({"implementation": "xla", "interpret": True}, "'xla' refuses .*interpret=True runs Pallas ker"),
     "wide": (
@@ -289,6 +363,58 @@ REFUSED = {
 def test_refusal_says_why(function, arguments, reason):
     with pytest.raises(NotImplementedError, match=reason):
         function(**{**TENSORS, **arguments})
+
+
+WIDE = shapes(jnp.bfloat16, head_dim=192)
+FLOAT16 = shapes(jnp.float16)
+REFUSED_BY_MOSAIC = {
+    "interpret": (FLOAT16, {"interpret": True}, "do not run in interpret mode; use implementation='triton'"),
+    "triton_plan": (FLOAT16, {"plan": PLAN}, r"one of Triton kernels; give a pallas_flash\.MosaicPlan, or plan=None"),
+    "float32": (shapes(), {}, "float32 is not supported, only bfloat16 and float16; .*='triton' or 'xla'"),
+    "wide": (shapes(jnp.bfloat16, head_dim=257), {}, "head dim of query is 257, at most 256 .*; use more heads"),
+    "wide_value": (FLOAT16 | {"value": shapes(jnp.float16, head_dim=264)["value"]}, {}, "dim of value is 264, at most"),
+    "scale": (WIDE, {"scale": jnp.float32(1)}, "have none for a traced scale; use implementation='triton'"),
+    "scale_and_plan": (FLOAT16, {"scale": jnp.float32(1), "plan": ALONE}, "have none for a traced scale"),
+    "wide_together": (WIDE, {"plan": TOGETHER}, "takes head dims up to 128, got 192; use a plan with backward=None"),
+    "shared_memory": (
+        FLOAT16,
+        {"plan": MosaicPlan(MosaicBlocks(192, 128, 8), None, TILE, TILE)},
+        r"the forward kernel needs \d+ bytes of shared memory, the device has \d+; use smaller blocks, fewer stages",
+    ),
+}
+
+
+@pytest.mark.parametrize(("tensors", "options", "reason"), REFUSED_BY_MOSAIC.values(), ids=REFUSED_BY_MOSAIC)
+def test_mosaic_refusal_says_why(tensors, options, reason):
+    options = options | {"implementation": "mosaic_gpu"}
+    for function in (explain, functools.partial(jax.eval_shape, functools.partial(flash_attention, **options))):
+        with (
+            device("NVIDIA H200"),
+            pytest.raises(NotImplementedError, match=f"'mosaic_gpu' refuses this call: mosaic_gpu: .*{reason}"),
+        ):
+            function(*tensors.values(), **(options if function is explain else {}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("NVIDIA A100-SXM4-80GB", r"the GPU has compute capability 8\.0, 9\.0 \(Hopper\) is required; use .*'triton'"),
+        ("NVIDIA B200", r"the GPU has compute capability 10\.0, 9\.0 \(Hopper\) is required; use .*'triton'"),
+        ("NVIDIA Abacus", "unknown GPU .*Abacus"),
+        (None, "no GPU to compile for; use implementation='xla'"),
+    ],
+)
+def test_mosaic_is_for_hopper(kind, reason):
+    with device(kind) if kind else contextlib.nullcontext():
+        assert re.search(reason, explain(**FLOAT16).refusals["mosaic_gpu"])
+
+
+def test_mosaic_takes_reproducible_gradients():
+    """With any plan, and with a traced scale where all gradients come from one kernel."""
+    with device("NVIDIA H200"):
+        for options in ({}, {"plan": TOGETHER}, {"plan": ALONE}, {"scale": jnp.float32(1)}):
+            found = [explain(**FLOAT16, **options, deterministic=flag) for flag in (False, True)]
+            assert found[0].implementation == "mosaic_gpu" and found[0] == found[1]
 
 
 @pytest.mark.parametrize("function", [flash_attention, explain], ids=lambda function: function.__name__)
@@ -316,9 +442,10 @@ def test_unknown_gpu():
 
 def test_explain_without_a_gpu():
     choice = explain(**TENSORS, is_causal=True, return_residual=True)
-    assert (choice.implementation, choice.plan, list(choice.refusals)) == ("xla", None, ["triton"])
-    header, triton, xla = str(choice).splitlines()
+    assert (choice.implementation, choice.plan, list(choice.refusals)) == ("xla", None, ["mosaic_gpu", "triton"])
+    header, mosaic, triton, xla = str(choice).splitlines()
     assert header.split() == ["implementation", "why"]
+    assert mosaic == f"mosaic_gpu              {choice.refusals['mosaic_gpu']}"
     assert triton == f"triton                  {choice.refusals['triton']}" and "no GPU" in triton
     assert xla == "xla             chosen  accepts"
     assert header.index("why") == triton.index("no GPU") == xla.index("accepts")
@@ -329,17 +456,20 @@ def test_explain_on_a_gpu():
         choice = explain(**shapes(jnp.bfloat16))
         named = explain(**shapes(jnp.bfloat16), implementation="xla")
         planned = explain(**shapes(jnp.bfloat16), plan=PLAN)
-    assert (choice.implementation, dict(choice.refusals)) == ("triton", {})
-    _, triton, xla = str(choice).splitlines()
-    assert triton == f"triton          chosen  {choice.plan}"
-    assert xla.split() == ["xla", "accepts"]
+        tiled = explain(**shapes(jnp.bfloat16), plan=ALONE)
+    assert (choice.implementation, dict(choice.refusals)) == ("mosaic_gpu", {})
+    _, mosaic, triton, xla = str(choice).splitlines()
+    assert mosaic == f"mosaic_gpu      chosen  {choice.plan}"
+    assert (triton.split(), xla.split()) == (["triton", "accepts"], ["xla", "accepts"])
     assert (named.implementation, named.plan, dict(named.refusals)) == ("xla", None, {})
-    assert (planned.implementation, planned.plan, list(planned.refusals)) == ("triton", PLAN, ["xla"])
+    assert (planned.implementation, planned.plan, list(planned.refusals)) == ("triton", PLAN, ["mosaic_gpu", "xla"])
+    assert (tiled.implementation, tiled.plan, list(tiled.refusals)) == ("mosaic_gpu", ALONE, ["triton", "xla"])
+    assert str(tiled.plan) == "forward 64x128 s2 g1, dq 64x128 s2 g1, dk and dv 64x128 s2 g1"
 
 
 def test_explain_interpreted():
     choice = explain(**TENSORS, interpret=True)
-    assert (choice.implementation, list(choice.refusals)) == ("triton", ["xla"])
+    assert (choice.implementation, list(choice.refusals)) == ("triton", ["mosaic_gpu", "xla"])
     assert explain(**TENSORS, interpret=True, plan=PLAN).plan == PLAN
 
 
@@ -360,12 +490,14 @@ def test_plans_fit_the_gpu(kind):
     for head_dim, (dtype, precision, dots), is_causal, t in itertools.product(
         (16, 64, 80, 128, 192, 256), DOTS, (False, True), (1, 100, 4096)
     ):
+        too_wide = dots == "tf32x3" and head_dim > 128 and available < 131072  # 16 rows of q, k, v and do, in two parts
+        named = {} if too_wide else {"implementation": "triton"}
         with device(kind):
-            choice = explain(**shapes(dtype, t, head_dim), is_causal=is_causal, precision=precision)
-        if dots == "tf32x3" and head_dim > 128 and available < 131072:  # 16 rows of q, k, v and do, each in two parts
+            choice = explain(**shapes(dtype, t, head_dim), is_causal=is_causal, precision=precision, **named)
+        if too_wide:
             assert f"dq kernel needs 131072 bytes of shared memory, the device has {available};" in str(choice)
             continue
-        assert (choice.implementation, dict(choice.refusals)) == ("triton", {})
+        assert choice.implementation == "triton" and choice.refusals.keys() <= {"mosaic_gpu"}
         sizes = plan.Sizes(t, t, head_dim, head_dim, dots)
         for kernel in ("forward", "dq", "dkv"):
             blocks = getattr(choice.plan, kernel)
@@ -373,11 +505,25 @@ def test_plans_fit_the_gpu(kind):
             assert max(blocks.block_q, blocks.block_k) <= max(128, t)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_mosaic_takes_any_head_dim(deterministic):
+    widths = (1, 64, 65, 128, 129, 192, 193, 256)
+    for width, width_v, is_causal, t in itertools.product(widths, widths, (False, True), (1, 100, 4096)):
+        tensors = shapes(jnp.bfloat16, t, width) | {"value": shapes(jnp.bfloat16, t, width_v)["value"]}
+        with device("NVIDIA H200"):
+            choice = explain(**tensors, is_causal=is_causal, deterministic=deterministic)
+        assert (choice.implementation, dict(choice.refusals)) == ("mosaic_gpu", {})
+        assert (choice.plan.backward is None) == (max(width, width_v) > 128)
+
+
 def test_small_problems_get_small_tiles():
     with device("NVIDIA H200"):
-        choice = explain(**shapes(jnp.bfloat16, t=20))
+        choice = explain(**shapes(jnp.bfloat16, t=20), implementation="triton")
+        mosaic = explain(**shapes(jnp.bfloat16, t=20))
     for blocks in (choice.plan.forward, choice.plan.dq, choice.plan.dkv):
         assert max(blocks.block_q, blocks.block_k) <= 32
+    assert mosaic.implementation == "mosaic_gpu"
+    assert mosaic.plan.forward.block_q == mosaic.plan.dq.block_q == 64
 
 
 # What must not be taken for misuse.
@@ -400,14 +546,17 @@ def test_numpy_scalars_are_numbers():
 @pytest.mark.parametrize(
     "scale", [None, 0.5, jnp.float32(0.5), np.array(0.5)], ids=["none", "static", "single", "double"]
 )
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_float32_under_enable_x64(implementation, scale):
+@pytest.mark.parametrize(
+    ("implementation", "dtype"), [("xla", "float32"), ("triton", "float32"), ("mosaic_gpu", "bfloat16")]
+)
+def test_inputs_stay_as_they_are_under_enable_x64(implementation, dtype, scale):
     def attend(query, key, value):
         return flash_attention(query, key, value, implementation=implementation, scale=scale, return_residual=True)
 
     with jax.enable_x64(True), device("NVIDIA H200"):
-        out, residual = jax.eval_shape(attend, *TENSORS.values())
-    assert (out.dtype, residual.dtype) == (np.float32, np.float32)
+        (out, residual), vjp = jax.eval_shape(functools.partial(jax.vjp, attend), *shapes(dtype).values())
+        gradients = jax.eval_shape(vjp, (out, residual))
+    assert {x.dtype for x in (out, *gradients)} == {jnp.dtype(dtype)} and residual.dtype == np.float32
 
 
 @pytest.mark.parametrize("keys", [0, S])
@@ -485,10 +634,15 @@ def test_traced_values_in_a_list_are_named():
 
 
 def test_xla_runs_without_the_kernels(monkeypatch):
-    """Where Triton's lowering cannot be imported, it is refused with that reason and the rest goes on."""
-    monkeypatch.setitem(sys.modules, "pallas_flash.kernels.triton", None)
+    """Where the lowering of one or both cannot be imported, it is refused with that reason and the rest goes on."""
+    monkeypatch.setitem(sys.modules, "pallas_flash.kernels.mosaic_gpu", None)
     dispatch.implementations.cache_clear()
     try:
+        with device("NVIDIA H200"):
+            choice = explain(**FLOAT16)
+        assert choice.implementation == "triton" and "cannot be imported" in choice.refusals["mosaic_gpu"]
+        monkeypatch.setitem(sys.modules, "pallas_flash.kernels.triton", None)
+        dispatch.implementations.cache_clear()
         choice = explain(**TENSORS)
         assert choice.implementation == "xla" and "cannot be imported" in choice.refusals["triton"]
     finally:

@@ -126,10 +126,17 @@ def test_kernels_refuse_what_they_cannot_differentiate():
     def loss(x):
         return jnp.sum(flash_attention(x, q, q, interpret=True))
 
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(loss, (q,), (q,))
-    with pytest.raises(NotImplementedError, match="implementation='xla'"):
-        jax.grad(lambda x: jnp.sum(jax.grad(loss)(x)))(q)
+    gradient = jax.grad(loss)
+    for forward_mode in (lambda: jax.jvp(loss, (q,), (q,)), lambda: jax.jacfwd(gradient)(q)):
+        with pytest.raises(TypeError, match="forward-mode"):
+            forward_mode()
+    for second_order in (
+        lambda: jax.grad(lambda x: jnp.sum(gradient(x)))(q),
+        lambda: jax.jacrev(gradient)(q),
+        lambda: jax.grad(lambda d_loss: jnp.sum(jax.vjp(loss, q)[1](d_loss)[0]))(1.0),
+    ):
+        with pytest.raises(NotImplementedError, match="have first derivatives only; use implementation='xla'"):
+            second_order()
 
 
 def test_float64_makes_no_infinities():

@@ -238,15 +238,20 @@ ORDERED = [Visit(*ends) for ends in itertools.combinations_with_replacement(rang
 """Every start <= full_start <= full_end <= end up to 4."""
 
 
-def trail(seen: Visit) -> tuple:
-    """How often `step` ran, which block came when, and whether as an edge; at most 8 times."""
+def trail(seen: Visit, skip: int | None = None) -> tuple:
+    """How often `step` ran, which block came when, and whether as an edge; at most 8 times.
+
+    `skip` None: by `walk`, else by `walk_by_turn`.
+    """
     empty = jnp.int32(0), jnp.full(8, -1, jnp.int32), jnp.full(8, False)
 
     def step(block, carry, edge: bool):
         count, order, edges = carry
         return count + 1, order.at[count].set(block), edges.at[count].set(edge)
 
-    return seen.walk(step, empty)
+    if skip is None:
+        return seen.walk(step, empty)
+    return seen.walk_by_turn(lambda t, carry, edge: step(seen.block(t), carry, edge), empty, skip)
 
 
 def expected_trail(seen: Visit) -> tuple[list[int], list[bool]]:
@@ -255,37 +260,83 @@ def expected_trail(seen: Visit) -> tuple[list[int], list[bool]]:
     return edges + full, [True] * len(edges) + [False] * len(full)
 
 
-def test_walk_visits_each_block_once_edges_first():
-    ends = Visit(*(jnp.asarray(column, jnp.int32) for column in zip(*ORDERED, strict=True)))
-    counts, orders, edges = (np.asarray(x) for x in jax.jit(jax.vmap(trail))(ends))
-    assert len(ORDERED) == 70
-    for n, seen in enumerate(ORDERED):
+every_walk = pytest.mark.parametrize("skip", [None, 0, 1], ids=["walk", "by_turn", "by_turn_but_one"])
+
+
+def trails(seen: list[Visit], skip: int | None, known: int = 0, change: Callable = lambda seen: seen) -> list[tuple]:
+    """Blocks and flags of each walk, with traced ends but the first `known`, which are 0."""
+    ends = [jnp.asarray(column, jnp.int32) for column in zip(*seen, strict=True)]
+    traced = jax.jit(jax.vmap(lambda *ends: trail(change(Visit(*[0] * known, *ends)), skip)))(*ends[known:])
+    return [(order[:count].tolist(), edges[:count].tolist()) for count, order, edges in zip(*traced, strict=True)]
+
+
+@every_walk
+@pytest.mark.parametrize("known", [0, 2], ids=["traced", "beginning_known"])
+def test_walk_visits_each_block_once_edges_first(known, skip):
+    walks = [seen for seen in ORDERED if not any(seen[:known])]
+    assert len(walks) == {0: 70, 2: 15}[known]
+    for seen, found in zip(walks, trails(walks, skip, known), strict=True):
         blocks, flags = expected_trail(seen)
-        assert orders[n, : counts[n]].tolist() == blocks
-        assert edges[n, : counts[n]].tolist() == flags
+        assert found == (blocks[skip or 0 :], flags[skip or 0 :])
         assert sorted(blocks) == list(range(seen.start, seen.end))
 
 
-def flags_compiled(build: Callable[..., Visit], *arguments) -> set[bool]:
-    """The values of `edge` that `walk` traces code for."""
+def test_turns_of_a_static_walk():
+    """The t-th block, and how many there are, as Python ints."""
+    for seen in ORDERED:
+        blocks, flags = expected_trail(seen)
+        turns = [seen.block(t) for t in range(seen.steps)]
+        assert_python_ints(seen.edges, seen.steps, *turns)
+        assert (turns, seen.edges, seen.has_edges) == (blocks, sum(flags), any(flags))
+
+
+@every_walk
+def test_at_least_one_block(skip):
+    """An empty walk gets some block, as an edge; the others stay as they are."""
+    for seen, (found, edges) in zip(ORDERED, trails(ORDERED, skip, change=Visit.at_least_one), strict=True):
+        blocks, flags = expected_trail(seen) if seen.steps else (None, [True])
+        assert edges == flags[skip or 0 :]
+        assert len(found) == len(edges) and (blocks is None or found == blocks[skip or 0 :])
+
+
+@properties
+@given(any_mask, rectangles(from_zero=True), blocks)
+def test_the_one_block_of_an_empty_walk_keeps_nothing(mask, rectangle, block):
+    """As a kernel sees it, with a bound only where the last block is ragged; also among the columns beyond the end."""
+    rows, columns = rectangle
+    mask = Lengths(None, columns.hi if columns.hi % block else None) & mask
+    seen = masks.visit(mask, rows, columns, block)
+    if not seen.steps and columns.hi:
+        first = seen.at_least_one().block(0) * block
+        assert not any(formula(mask, r, c) for r in range(*rows) for c in range(first, first + block))
+
+
+def flags_compiled(build: Callable[..., Visit], *arguments, by_turn: bool = False) -> set[bool]:
+    """The values of `edge` that `walk` (or `walk_by_turn`) traces code for."""
     flags = set()
 
     def step(block, carry, edge: bool):
         flags.add(edge)
         return carry + block
 
-    jax.eval_shape(lambda *arguments: build(*arguments).walk(step, jnp.int32(0)), *arguments)
+    def run(*arguments):
+        seen = build(*arguments)
+        return (seen.walk_by_turn if by_turn else seen.walk)(step, jnp.int32(0))
+
+    jax.eval_shape(run, *arguments)
     return flags
 
 
+@every_walk
 @pytest.mark.parametrize("seen", ORDERED[::3], ids=str)
-def test_walk_with_static_ends(seen):
-    count, order, edges = jax.jit(lambda: trail(seen))()
+def test_walk_with_static_ends(seen, skip):
+    count, order, edges = jax.jit(lambda: trail(seen, skip))()
     blocks, flags = expected_trail(seen)
-    assert (order[:count].tolist(), edges[:count].tolist()) == (blocks, flags)
+    assert (order[:count].tolist(), edges[:count].tolist()) == (blocks[skip or 0 :], flags[skip or 0 :])
     assert flags_compiled(lambda: seen) == set(flags)
 
 
+@pytest.mark.parametrize("by_turn", [False, True], ids=["walk", "by_turn"])
 @pytest.mark.parametrize(
     ("mask", "S", "compiled"),
     [
@@ -296,13 +347,13 @@ def test_walk_with_static_ends(seen):
     ],
     ids=str,
 )
-def test_what_is_static_compiles_no_code(mask, S, compiled):
+def test_what_is_static_compiles_no_code(mask, S, compiled, by_turn):
     """Rows are traced, as in a kernel."""
 
     def seen(first) -> Visit:
         return masks.visit(mask, Span(first, first + 8), Span(0, S), 8)
 
-    assert flags_compiled(seen, jnp.int32(0)) == compiled
+    assert flags_compiled(seen, jnp.int32(0), by_turn=by_turn) == compiled
 
 
 def test_traced_lengths_leave_the_beginning_static():

@@ -10,7 +10,8 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 LIBRARY = "pallas_flash"
 
-TRITON = ["kernels.triton.launch", "masks", "plan", "problem", "softmax", "tile"]
+TRITON = ["kernels.grid", "kernels.triton.launch", "masks", "plan", "problem", "softmax", "tile"]
+MOSAIC = ["kernels.grid", "kernels.mosaic_gpu.pipeline", "masks", "plan", "problem", "softmax"]
 MAY_IMPORT = {
     "tile": [],
     "masks": ["tile"],
@@ -19,10 +20,30 @@ MAY_IMPORT = {
     "problem": ["masks", "plan"],
     "xla": ["masks", "softmax", "problem", "tile"],
     "kernels": [],
-    "kernels.triton.launch": ["masks", "plan", "problem", "softmax", "tile"],
+    "kernels.device": ["problem"],
+    "kernels.grid": ["masks"],
+    "kernels.triton.launch": ["kernels.device", "kernels.grid", "masks", "plan", "problem", "softmax", "tile"],
     "kernels.triton.forward": TRITON,
     "kernels.triton.backward": TRITON,
     "kernels.triton": ["kernels.triton.launch", "kernels.triton.forward", "kernels.triton.backward"],
+    "kernels.mosaic_gpu.operands": ["kernels.device", "masks", "plan", "problem", "softmax"],
+    "kernels.mosaic_gpu.pipeline": ["kernels.grid", "masks", "plan", "problem", "softmax", "tile"],
+    "kernels.mosaic_gpu.forward": [*MOSAIC, "kernels.mosaic_gpu.operands"],
+    "kernels.mosaic_gpu.backward_together": MOSAIC,
+    "kernels.mosaic_gpu.backward_alone": MOSAIC,
+    "kernels.mosaic_gpu.backward": [
+        "kernels.mosaic_gpu.backward_alone",
+        "kernels.mosaic_gpu.backward_together",
+        "kernels.mosaic_gpu.operands",
+        "kernels.mosaic_gpu.pipeline",
+        "problem",
+        "softmax",
+    ],
+    "kernels.mosaic_gpu": [
+        "kernels.mosaic_gpu.backward",
+        "kernels.mosaic_gpu.forward",
+        "kernels.mosaic_gpu.operands",
+    ],
     "dispatch": ["plan", "problem"],
     "vjp": ["dispatch", "problem"],
     "api": ["dispatch", "plan", "problem", "vjp"],
@@ -31,13 +52,28 @@ MAY_IMPORT = {
 }
 """Room → rooms whose modules it may import; "" is the package itself, its public names. A file without a row fails."""
 
-MAY_LOAD = {"dispatch": ["kernels.triton", "xla"]}
+MAY_LOAD = {"dispatch": ["kernels.mosaic_gpu", "kernels.triton", "xla"]}
 """Room → rooms that it imports by name when first used."""
 
-INTERNALS = {"kernels.triton.launch"}
-"""Rooms that may use jax._src and Pallas' Triton module."""
+PIPELINE = "kernels.mosaic_gpu.pipeline"
+INTERNALS = {
+    "jax._src": ["kernels.triton.launch"],
+    "jax.experimental.pallas.triton": ["kernels.device", "kernels.triton.launch"],
+    "jax.experimental.pallas.mosaic_gpu": [
+        PIPELINE,
+        "kernels.mosaic_gpu.forward",
+        "kernels.mosaic_gpu.backward_together",
+        "kernels.mosaic_gpu.backward_alone",
+    ],
+    "jax.experimental.mosaic": [PIPELINE],
+    "jaxlib": [PIPELINE],
+}
+"""Modules below the public API of JAX → the rooms that use them."""
 
-NAMES_COMPILERS = {"dispatch", "problem", "api"}
+SYNCHRONISATION = {"Barrier", "ClusterBarrier", "barrier_arrive", "barrier_wait", "set_max_registers", "inline_mgpu"}
+"""What only the pipeline names; named barriers are inline PTX, for which there is no other way."""
+
+NAMES_COMPILERS = {"dispatch", "problem", "api", "plan", ""}
 """Rooms outside kernels/ that name implementations."""
 
 
@@ -106,6 +142,20 @@ def words(path: pathlib.Path) -> Iterator[str]:
             yield from (item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str))
 
 
+def attributes(path: pathlib.Path, module: str) -> set[str]:
+    """What a file uses of a module, known by the last part of its name, that it imports."""
+    tree = parse(path)
+    aliases = [
+        alias for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names
+    ]
+    names = {alias.asname or alias.name for alias in aliases if alias.name.split(".")[-1] == module}
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in names
+    }
+
+
 def inner(modules: Iterator[str]) -> set[str]:
     """The library's rooms among modules."""
     return {m.removeprefix(LIBRARY).removeprefix(".") for m in modules if m == LIBRARY or m.startswith(f"{LIBRARY}.")}
@@ -139,12 +189,20 @@ def test_layers_import_public_names_only(path):
 
 
 @every_room
-def test_only_the_launch_layer_reaches_into_jax(name):
-    path = FILES[name]
-    reached = {m for m in imports(path) if m.startswith(("jax._src", "jax.experimental.pallas.triton"))}
-    private = {word for word in words(path) if word == "_src" or "jax._src" in word or "pallas.triton" in word}
-    private -= {f"{LIBRARY}.{other}" for other in MAY_IMPORT}
-    assert name in INTERNALS or not reached | {word for word in private if not word.startswith(LIBRARY)}
+@pytest.mark.parametrize("module", INTERNALS)
+def test_only_the_launch_layers_reach_into_jax(name, module):
+    found = {m for m in [*imports(FILES[name]), *words(FILES[name])] if f"{m}.".startswith(f"{module}.")}
+    if module == "jax._src":
+        found |= {word for word in words(FILES[name]) if word == "_src"}
+    assert bool(found) == (name in INTERNALS[module]), found
+
+
+@every_room
+def test_only_the_pipeline_synchronises(name):
+    """The kernels beside it take from Mosaic its matrix products alone; no barriers, copies or layouts."""
+    if name != PIPELINE:
+        assert not SYNCHRONISATION & set(words(FILES[name]))
+        assert all(attribute.startswith("wgmma") for attribute in attributes(FILES[name], "mosaic_gpu"))
 
 
 @every_room
@@ -166,14 +224,25 @@ def length(function: ast.FunctionDef) -> int:
     return function.end_lineno - function.lineno + 1
 
 
-def test_kernels_are_short():
-    bodies = [f for name, path in FILES.items() if name.startswith("kernels") for f in functions(parse(path), "flash_")]
-    assert {"flash_forward", "flash_dq", "flash_dkv"} <= {body.name for body in bodies}
+@pytest.mark.parametrize(
+    ("family", "names", "longest", "longest_step"),
+    [
+        ("triton", {"flash_forward", "flash_dq", "flash_dkv"}, 60, 16),
+        ("mosaic_gpu", {"flash_forward", "flash_backward", "flash_alone"}, 100, 32),
+    ],
+)
+def test_kernels_are_short(family, names, longest, longest_step):
+    """A Mosaic kernel is two programs: a producer, and a consumer whose step overlaps what is written one by one."""
+    rooms = [path for name, path in FILES.items() if name.startswith(f"kernels.{family}")]
+    bodies = [body for path in rooms for body in functions(parse(path), "flash_")]
+    assert {body.name for body in bodies} == names
     for body in bodies:
-        assert length(body) <= 60, body.name
+        assert length(body) <= longest, body.name
         steps = functions(body, "step")
         assert steps, f"{body.name} has no step"
-        assert all(length(step) <= 16 for step in steps), body.name
+        assert all(length(step) <= longest_step for step in steps), body.name
+        roles = {role.name for role in functions(body, "produce") + functions(body, "consume")}
+        assert roles == ({"produce", "consume"} if family == "mosaic_gpu" else set())
 
 
 def test_what_these_tests_read(tmp_path, monkeypatch):
@@ -182,13 +251,15 @@ def test_what_these_tests_read(tmp_path, monkeypatch):
     path = tmp_path / LIBRARY / "kernels" / "probe.py"
     path.parent.mkdir(parents=True)
     path.write_text(
-        '"""mosaic"""\nfrom pallas_flash import masks, merge\nfrom ..plan import Plan\nfrom . import triton\n'
+        '"""prose"""\nfrom pallas_flash import masks, merge\nfrom ..plan import Plan\nfrom . import triton\n'
         "import pallas_flash.vjp as gradient\nfrom jax.experimental.pallas import triton as plt\n"
-        "def f():\n    '''mosaic'''\n    import jax._src.core\n    return jax._src.x, 'pallas_flash.api'  # mosaic\n"
-        'X = 1\n"""mosaic"""\n'
+        "import jax.experimental.pallas.mosaic_gpu as plgpu\nplgpu.wgmma(plt.load)\n"
+        "def f():\n    '''prose'''\n    import jax._src.core\n    return jax._src.x, 'pallas_flash.api'  # prose\n"
+        'X = 1\n"""prose"""\n'
     )
     assert inner(imports(path)) == {"masks", "", "plan", "kernels.triton", "vjp"}
     assert {"jax.experimental.pallas.triton", "jax._src.core"} <= set(imports(path))
+    assert (attributes(path, "mosaic_gpu"), attributes(path, "triton")) == ({"wgmma"}, {"load"})
     assert list(loads(path)) == ["pallas_flash.api"]
     assert {"Plan", "gradient", "plt", "_src", "x", "pallas_flash.api", "X"} <= set(words(path))
-    assert "mosaic" not in " ".join(words(path))
+    assert "prose" not in " ".join(words(path))

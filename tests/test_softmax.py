@@ -19,6 +19,7 @@ properties = settings(max_examples=40, deadline=None, derandomize=True, database
 seeds = st.integers(0, 2**32 - 1)
 cuts = st.lists(st.integers(0, COLUMNS), max_size=3).map(lambda ends: [0, *sorted(ends), COLUMNS])
 """Where COLUMNS keys are cut into 1 to 4 parts, some of them perhaps empty."""
+poisons = st.sampled_from([np.nan, np.inf, -np.inf, 3e38])
 
 
 def draw(seed: int, magnitude: float = 3.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -54,7 +55,8 @@ def online(s, v, keep, c, ends: list[int], dtype=jnp.float32) -> tuple[jax.Array
         if first < last:  # a block has columns
             block = jnp.asarray(v[first:last])
             part = None if keep is None else jnp.asarray(keep[:, first:last])
-            run = softmax.update(run, jnp.asarray(s[:, first:last]), part, c, lambda p, block=block: p @ block)
+            counted = softmax.masked(jnp.asarray(s[:, first:last]), part)
+            run = softmax.update(run, counted, c, lambda p, block=block: p @ block)
     return softmax.finish(run)
 
 
@@ -62,7 +64,7 @@ def online(s, v, keep, c, ends: list[int], dtype=jnp.float32) -> tuple[jax.Array
 @given(seeds, cuts, st.sampled_from([0.0, 0.3, 1.0, 20.0]))
 def test_update_over_any_blocks_is_the_dense_softmax(seed, ends, scale):
     s, v, keep = draw(seed)
-    found = online(s, v, keep, scale * softmax.LOG2E, ends)
+    found = online(s, v, keep, softmax.base2(scale)[1], ends)
     assert_same(found, exact(scale * s.astype(np.float64), v, keep), 4)
 
 
@@ -74,7 +76,7 @@ def test_update_without_a_mask(seed, ends):
 
 
 @properties
-@given(seeds, cuts, st.sampled_from([np.nan, np.inf, -np.inf, 3e38]))
+@given(seeds, cuts, poisons)
 def test_what_is_masked_does_not_matter(seed, ends, poison):
     s, v, keep = draw(seed)
     found = online(np.where(keep, s, np.float32(poison)), v, keep, softmax.LOG2E, ends)
@@ -82,7 +84,22 @@ def test_what_is_masked_does_not_matter(seed, ends, poison):
         np.testing.assert_array_equal(result, clean)
 
 
-@pytest.mark.parametrize("c", [0.0, 1e-30, 1.0, 1e4])
+@properties
+@given(seeds, poisons, st.sampled_from([softmax.TINY, 1.0, 1e4]))
+def test_what_is_masked_weighs_exactly_nothing(seed, poison, c):
+    """In both passes, whatever the score was, and in rows that keep nothing, whose finite log-sum-exp is 0."""
+    s, _, keep = draw(seed)
+    counted = softmax.masked(jnp.asarray(np.where(keep, s, np.float32(poison))), jnp.asarray(keep))
+    run = softmax.start((ROWS,), WIDTH)
+    m, l, p, _ = softmax.advance(run.m, run.l, counted, c)  # noqa: E741
+    lse2 = softmax.base2_lse(softmax.finish(run._replace(m=m, l=l))[1])
+    assert np.isfinite(lse2).all() and not lse2[~keep.any(1)].any()
+    for weights in (p, softmax.recompute(counted, c, lse2[:, None])):
+        assert not weights[~keep].any()
+        assert (weights.max(1) > 0).tolist() == keep.any(1).tolist()
+
+
+@pytest.mark.parametrize("c", [softmax.TINY, 1e-30, 1.0, 1e4])
 @pytest.mark.parametrize("ends", [[0, COLUMNS], [0, 2, 5, COLUMNS]], ids=["one", "three"])
 def test_rows_that_keep_nothing(c, ends):
     """They give exactly 0 and -inf, and neither delay nor disturb what comes after: row 1 keeps only the last key."""
@@ -132,12 +149,11 @@ def test_recompute_and_d_score(seed):
     s, v, keep = draw(seed)
     do = np.random.default_rng(seed).standard_normal((ROWS, WIDTH), np.float32)
     out, lse = exact(s, v, keep)
-    lse2 = jnp.asarray(lse * softmax.LOG2E, jnp.float32)[:, None]
-    poisoned = jnp.asarray(np.where(keep, s, np.nan))
-    p = softmax.recompute(poisoned, jnp.asarray(keep), softmax.LOG2E, lse2, softmax.Elementary())
+    counted = softmax.masked(jnp.asarray(np.where(keep, s, np.nan)), jnp.asarray(keep))
+    p = softmax.recompute(counted, softmax.LOG2E, softmax.base2_lse(jnp.asarray(lse, jnp.float32))[:, None])
     exact_p = np.where(keep, np.exp(s - np.where(np.isfinite(lse), lse, 0)[:, None]), 0)
     dp, delta = do @ v.T, np.sum(out * do, 1, keepdims=True).astype(np.float32)
-    ds = softmax.d_score(p, jnp.asarray(np.where(keep, dp, np.nan)), jnp.asarray(delta), jnp.asarray(keep))
+    ds = softmax.d_score(p, jnp.asarray(dp), jnp.asarray(delta))
     # A rounding of the exponent, at most lse2 + s2, is one of p; measured: 11.
     assert_same((p, ds), (exact_p, exact_p * (dp - delta)), 24)
 
@@ -146,8 +162,8 @@ def test_recompute_and_d_score(seed):
 @pytest.mark.parametrize("traced", [False, True], ids=["static", "traced"])
 def test_base2(scale, traced):
     sign, c = softmax.base2(jnp.float32(scale) if traced else scale)
-    assert sign in (1, -1) and c >= 0
-    np.testing.assert_allclose(float(sign) * float(c) * softmax.LN2, scale, rtol=2 * EPS)
+    assert sign in (1, -1) and c > 0
+    np.testing.assert_allclose(float(sign) * float(c) * softmax.LN2, scale, rtol=2 * EPS, atol=softmax.TINY)
 
 
 @properties
@@ -170,11 +186,12 @@ def test_signed_is_exact(dtype):
 
 
 def test_gradient_by_a_traced_scale():
+    """Which goes into the scores: by `c` there is none where a score is -inf."""
     s, v, keep = draw(5)
 
     def total(scale):
-        sign, c = softmax.base2(scale)
-        return sum(jnp.sum(jnp.where(jnp.isneginf(x), 0, x)) for x in online(sign * s, v, keep, c, [0, 4, COLUMNS]))
+        results = online(s * scale * softmax.LOG2E, v, keep, 1.0, [0, 4, COLUMNS])
+        return sum(jnp.sum(jnp.where(jnp.isneginf(x), 0, x)) for x in results)
 
     def exact_total(scale):
         return sum(np.sum(x, where=np.isfinite(x)) for x in exact(scale * s.astype(np.float64), v, keep))

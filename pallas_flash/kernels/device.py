@@ -10,7 +10,7 @@ def capability(problem: Problem) -> int | str:
     if problem.interpret:
         return 90
     if not plt.is_gpu_device():
-        return "no GPU to compile for; use implementation='xla', or interpret=True to run the kernels on this device"
+        return "no GPU to compile for; use implementation='xla', or 'triton' with interpret=True"
     try:
         return plt.get_gpu_info().compute_capability
     except (ValueError, RuntimeError) as error:

@@ -62,13 +62,11 @@ def flash_alone(
     turns = pipeline.Turns(consumers)
 
     def of_each_head(walk):
-        """`walk(head, turn)` for each head that streams past, `turn` being that of its first block."""
+        """`walk(head, turn, None)` for each head that streams past, `turn` being that of its first block."""
         if by_query:
-            walk(lax.div(head, jnp.int32(problem.G)), 0)
-        elif problem.G == 1:
-            walk(head, 0)
+            walk(lax.div(head, jnp.int32(problem.G)), 0, None)
         else:
-            lax.fori_loop(0, problem.G, lambda g, _: walk(head * problem.G + g, g * seen.steps), None)
+            pipeline.of_each_head(problem, head, seen.steps, walk)
 
     def fill(operand, turn, h, at, length: int):
         ref, ring = operand
@@ -81,7 +79,7 @@ def flash_alone(
             for operand in (a, b) if of_scores else (a,):
                 fill(operand, w, head, first + w * GROUP_ROWS, GROUP_ROWS)
 
-        def walk(h, turn):
+        def walk(h, turn, _):
             def step(t, _):
                 for operand in (c, d):
                     fill(operand, turn + t, h, seen.block(t) * columns, columns)
@@ -133,7 +131,7 @@ def flash_alone(
             plgpu.wgmma_wait(0)
             summed[1].release(u)
 
-        of_each_head(lambda _, turn: seen.walk_by_turn(lambda t, _, edge: step(t, edge, turn), None))
+        of_each_head(lambda _, turn, __: seen.walk_by_turn(lambda t, _, edge: step(t, edge, turn), None))
         return plgpu.wgmma_accumulator_load(total)
 
     pipeline.roles(consumers, produce, consume)

@@ -35,16 +35,7 @@ def flash_backward(
     mask = pipeline.bounded(problem, block_k)
     seen = pipeline.uniform(masks.visit(mask.T, Span(first, first + block_k), Span(0, problem.T), block_q))
     sign, c = softmax.base2(problem.any_scale)
-
     order = pipeline.Order(*counters)
-
-    def of_each_head(walk, carry):
-        """`walk(head, turn, carry)` for each query head of the group, `turn` being that of its first block."""
-
-        def one(g, carry):
-            return walk(kv_head * problem.G + g, g * seen.steps, carry)
-
-        return one(0, carry) if problem.G == 1 else lax.fori_loop(0, problem.G, one, carry)
 
     def produce():
         keys = pl.ds(first, block_k)
@@ -58,7 +49,7 @@ def flash_backward(
 
             lax.fori_loop(0, seen.steps, step, None)
 
-        of_each_head(walk, None)
+        pipeline.of_each_head(problem, kv_head, seen.steps, walk)
 
     def consume(w: int):
         own = pl.ds(w * GROUP_ROWS, GROUP_ROWS)
@@ -111,10 +102,7 @@ def flash_backward(
                 plgpu.wgmma_wait(2)
                 do_ring.release(u)
                 target = dq_ref.at[b, pl.ds(j * block_q + offset, rows), head, part[1]]
-                dq = plgpu.wgmma_accumulator_load(dq, wait_n=1)
-                place, rank = place_and_rank(head, j)
-                pipeline.add(dq, dq_tiles.at[w], target, order, last, place, rank)
-                return place
+                return pipeline.add(dq, dq_tiles.at[w], target, order, last, *place_and_rank(head, j), in_flight=1)
 
             place = pipeline.accumulate(summed, (rows, columns))
             plgpu.wgmma_wait(0)
@@ -124,7 +112,7 @@ def flash_backward(
         def walk(head, turn, place):
             return seen.walk_by_turn(lambda t, place, edge: step(t, place, edge, head, turn), place)
 
-        order.done(of_each_head(walk, jnp.int32(-1)))
+        order.done(pipeline.of_each_head(problem, kv_head, seen.steps, walk, jnp.int32(-1)))
         return dk[...], dv[...]
 
     pipeline.roles(CONSUMERS, produce, consume)

@@ -47,22 +47,22 @@ def padded(x: Array, width: int = WIDTH) -> Array:
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % LENGTH), (0, 0), (0, -x.shape[3] % width)))
 
 
-def queries(problem: Problem, x: Array) -> Array:
-    """[B, T, N, *] with 0 where a query takes no part, whatever it holds there."""
-    return _inside(problem, x, 0)
+def queries(problem: Problem, x: Array, axis: int = 1) -> Array:
+    """An array over queries along `axis`, and the batch, with 0 where one takes no part, whatever it holds there."""
+    return _inside(problem, x, 0, axis)
 
 
 def keys(problem: Problem, x: Array) -> Array:
     """[B, S, K, *] with 0 where a key takes no part, whatever it holds there."""
-    return _inside(problem, x, 1)
+    return _inside(problem, x, 1, 1)
 
 
-def _inside(problem: Problem, x: Array, side: int) -> Array:
-    per_batch = jax.tree.map(lambda leaf: leaf.reshape(-1, 1, 1, 1), problem.mask)
+def _inside(problem: Problem, x: Array, side: int, axis: int) -> Array:
+    per_batch = jax.tree.map(lambda leaf: leaf.reshape(-1, *[1] * (x.ndim - 1)), problem.mask)
     inside: Span = masks.used(per_batch, problem.T, problem.S)[side]
-    if inside.is_whole(x.shape[1]):
+    if inside.is_whole(x.shape[axis]):
         return x
-    return jnp.where(inside.holds(jnp.arange(x.shape[1], dtype=jnp.int32)[:, None, None]), x, 0)
+    return jnp.where(inside.holds(lax.broadcasted_iota(jnp.int32, (1, *x.shape[1:]), axis)), x, 0)
 
 
 def with_sign(problem: Problem, q: Array) -> Array:

@@ -187,6 +187,15 @@ def roles(consumers: int, produce: Callable[[], None], consume: Callable[[int], 
             consume(w)
 
 
+def of_each_head(problem: Problem, kv_head, steps, walk: Callable, carry=None):
+    """`walk(head, turn, carry)` for each query head of a group, `turn` being that of the first of its `steps`."""
+
+    def one(g, carry):
+        return walk(kv_head * problem.G + g, g * steps, carry)
+
+    return one(0, carry) if problem.G == 1 else lax.fori_loop(0, problem.G, one, carry)
+
+
 def place(grid: Grid) -> tuple[Array, Array, Array]:
     """Batch entry, head and tile of rows of this thread block."""
     return grid.at_number(lax.axis_index(_BLOCK))
@@ -238,16 +247,19 @@ def send(*copies: tuple[Any, Any]) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def add(values: Array, tile_ref, destination, order: "Order", last, place, rank) -> None:
-    """Starts adding float32 values to device memory, through a tile of shared memory whose last use is over then.
+def add(accumulator, tile_ref, destination, order: "Order", last, place, rank, in_flight: int):
+    """Starts adding an accumulator to device memory, through a tile of shared memory whose last use is over then.
 
-    `last` and `place` are the places, in the order, of the addition before and of this one, `rank` is its turn.
+    `last` and `place` are the places, in the order, of the addition before and of this one, `rank` is its turn;
+    `in_flight` products after those of the accumulator need not be complete. Returns `place`, `last` of the next.
     """
+    values = plgpu.wgmma_accumulator_load(accumulator, wait_n=in_flight)
     order.done(last)
     tile_ref[...] = values
     plgpu.commit_smem()
     order.wait(place, rank)
     plgpu.copy_smem_to_gmem(tile_ref, destination, reduction_op="add")
+    return place
 
 
 class Order:
@@ -271,8 +283,8 @@ class Order:
     def done(self, place) -> None:
         """Completes this warp group's last addition, which was to that place; there is none yet if it is negative."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=self.counters is None)
-        if self.counters is not None:
-            pl.when(place >= 0)(lambda: _count_up(self.counters.at[pl.ds(place, 1)]))
+        if (counters := self.counters) is not None:
+            pl.when(place >= 0)(lambda: _count_up(counters.at[pl.ds(place, 1)]))
 
 
 @_inline(arg_types=(plgpu.RefType(), _SCALAR))
@@ -311,7 +323,7 @@ def call(
 
     body.__name__ = body.__qualname__ = name
     x, y, z = grid.shape
-    return plgpu.kernel(
+    launch = plgpu.kernel(
         body,
         out_type=outputs,
         grid=(x * y * z,),
@@ -320,4 +332,6 @@ def call(
         thread_name=_GROUP,
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
-    )(*leaves, *operands)
+    )
+    with jax.enable_x64(False):  # Python's integers are int32 in a kernel, whatever they are around it
+        return launch(*leaves, *operands)
