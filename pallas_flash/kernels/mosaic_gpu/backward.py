@@ -28,7 +28,8 @@ def backward(
     # Of two consumers, each computes half of dq, by columns where the tile has no rows for both.
     width = operands.WIDTH * (CONSUMERS if plan.backward and plan.backward.block_q == GROUP_ROWS else 1)
     vectors = operands.vectors(softmax.base2_lse(lse), operands.queries(problem, delta, axis=2))
-    q_seen = operands.padded(operands.with_sign(problem, operands.queries(problem, q)), width)
+    q = operands.queries(problem, q)
+    q_seen = operands.padded(operands.with_sign(problem, q), width)
     k_seen = operands.padded(operands.keys(problem, k), width)
     v_seen, do_seen = map(operands.padded, (operands.keys(problem, v), operands.queries(problem, do)))
     seen = dataclasses.replace(problem, H=q_seen.shape[-1], Hv=v_seen.shape[-1])
