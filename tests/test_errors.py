@@ -334,7 +334,10 @@ def test_mosaic_blocks_that_a_kernel_does_not_take(kernel, blocks, expected):
 
 
 REFUSED = {
-    "no_gpu": ({"implementation": "triton"}, "implementation='triton' .*triton: no GPU .*'xla', or interpret=True"),
+    "no_gpu": (
+        {"implementation": "triton"},
+        "implementation='triton' .*triton: no GPU .*'xla', or 'triton' with interpret=True",
+    ),
     "plan_without_gpu": ({"plan": PLAN}, "implementation=None .*triton: no GPU .*xla: .*leave plan=None"),
     "mosaic_plan": (
         {"implementation": "triton", "plan": TOGETHER},
