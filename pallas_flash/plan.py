@@ -67,9 +67,7 @@ class Plan:
     dkv: Blocks
 
     def __post_init__(self):
-        for kernel in KERNELS:
-            if not isinstance(blocks := getattr(self, kernel), Blocks):
-                raise TypeError(f"{kernel}: expected a pallas_flash.Blocks, got {blocks!r}; plan=None picks one")
+        _check(Blocks, {kernel: getattr(self, kernel) for kernel in KERNELS})
 
     def __str__(self) -> str:
         return f"forward {self.forward}, dq {self.dq}, dkv {self.dkv}"
@@ -126,10 +124,8 @@ class MosaicPlan:
     dkv: MosaicBlocks
 
     def __post_init__(self):
-        for kernel in ("forward", "backward", "dq", "dkv"):
-            blocks = getattr(self, kernel)
-            if not isinstance(blocks, MosaicBlocks) and (kernel != "backward" or blocks is not None):
-                raise TypeError(f"{kernel}: expected a pallas_flash.MosaicBlocks, got {blocks!r}; plan=None picks one")
+        optional = {} if self.backward is None else {"backward": self.backward}
+        _check(MosaicBlocks, {"forward": self.forward, **optional, "dq": self.dq, "dkv": self.dkv})
         if self.backward and (self.backward.block_k != 128 or self.backward.block_q > 128):
             raise ValueError(
                 f"backward: expected block_q 64 or 128 and block_k 128, got {self.backward}; plan=None picks one"
@@ -140,6 +136,13 @@ class MosaicPlan:
     def __str__(self) -> str:
         gradients = f"backward {self.backward}" if self.backward else f"dq {self.dq}, dk and dv {self.dkv}"
         return f"forward {self.forward}, {gradients}"
+
+
+def _check(kind: type, fields: dict[str, object]) -> None:
+    """That the fields of a plan are blocks of its kind."""
+    for kernel, blocks in fields.items():
+        if not isinstance(blocks, kind):
+            raise TypeError(f"{kernel}: expected a pallas_flash.{kind.__name__}, got {blocks!r}; plan=None picks one")
 
 
 class Sizes(NamedTuple):
@@ -231,6 +234,11 @@ def _shortened(blocks: Blocks, sizes: Sizes) -> Blocks:
     )
 
 
+def whole(n: int, boxes: int = 1) -> int:
+    """`n` up to whole boxes (or as many at a time) of 64, in which the Mosaic-GPU kernels move and compute."""
+    return -(-n // (64 * boxes)) * 64 * boxes
+
+
 # Forward, backward, dq and dkv by padded head dim, as measured on an H200 at T = 8192.
 _MOSAIC = {
     64: ((192, 128, 2, 8), (128, 128, 2, 8), (128, 128, 2, 8), (128, 128, 2, 8)),
@@ -243,9 +251,9 @@ _MOSAIC = {
 @functools.cache
 def choose_mosaic(T: int, H: int, Hv: int, grows: bool = False) -> MosaicPlan:
     """The plan of the Mosaic-GPU kernels for a Hopper GPU; `grows` as of a mask (`masks.Mask.grows`)."""
-    width = max(64, -(-max(H, Hv) // 64) * 64)
+    width = whole(max(H, Hv))
     forward, backward, dq, dkv = (blocks and MosaicBlocks(*blocks) for blocks in _MOSAIC[width])
-    forward, dq = (dataclasses.replace(x, block_q=min(x.block_q, -(-T // 64) * 64)) for x in (forward, dq))
+    forward, dq = (dataclasses.replace(x, block_q=min(x.block_q, whole(T))) for x in (forward, dq))
     if grows:  # the tiles that run side by side differ in length, and drift apart
         forward, backward = (x and dataclasses.replace(x, head_group=8) for x in (forward, backward))
     return MosaicPlan(forward, backward, dq, dkv)
@@ -255,7 +263,7 @@ def mosaic_shortage(plan: MosaicPlan, H: int, Hv: int) -> str | None:
     """Which Mosaic-GPU kernel the head dims are too large for; None: the plan fits a Hopper GPU."""
     if plan.backward and max(H, Hv) > 128:
         return f"the backward kernel takes head dims up to 128, got {max(H, Hv)}; use a plan with backward=None"
-    H, Hv = (-(-width // 64) * 64 for width in (H, Hv))
+    H, Hv = whole(H), whole(Hv)
     limit = available(90) - 2048  # barriers, and what aligning the buffers costs
     for kernel in ("forward", *(("backward",) if plan.backward else ("dq", "dkv"))):
         needed = _mosaic_shared_memory(kernel, getattr(plan, kernel), H, Hv)
@@ -273,7 +281,7 @@ def _mosaic_shared_memory(kernel: str, blocks: MosaicBlocks, H: int, Hv: int) ->
         output = 0 if Hv == H else block_q * Hv
         return 2 * (block_q * H + stages * block_k * (H + Hv) + output) + 4 * block_q
     if kernel == "backward":
-        H = H if block_q > 64 else -(-H // 128) * 128
+        H = H if block_q > 64 else whole(H, 2)
         return 2 * ((block_k + stages * block_q) * (H + Hv) + 2 * block_k * block_q) + 4 * block_q * (H + 2 * stages)
     stay, stream = (block_q, block_k) if kernel == "dq" else (block_k, block_q)
     return 2 * (stay * (H + Hv) + stream * (2 * H + stages * Hv)) + 8 * (stay if kernel == "dq" else 2 * stream)

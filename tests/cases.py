@@ -183,6 +183,12 @@ LARGE = [
     Case("large_logits_fp32", T=512, N=4, H=64, magnitude=40.0, is_causal=True),
 ]
 
+HALF = [
+    *(case for case in LARGE if case.dtype != "float32"),
+    *(case if case.dtype != "float32" else dataclasses.replace(case, dtype="bfloat16") for case in SMALL),
+]
+"""In 2-byte dtypes, which the Mosaic-GPU kernels take."""
+
 
 def _benchmark(T: int, H: int, is_causal: bool, tokens: int = 16_384, width: int = 2_048) -> Case:
     mask = "causal" if is_causal else "full"

@@ -1,6 +1,5 @@
 """On a GPU: the compiled kernels at real sizes. Run with `pytest -m gpu`."""
 
-import dataclasses
 import functools
 
 import checks
@@ -8,18 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import LARGE, SMALL, Case
+from cases import HALF, LARGE, SMALL, Case
 
 from pallas_flash import Blocks, Plan, explain, flash_attention
-from pallas_flash.testing import error
 
 pytestmark = pytest.mark.gpu
-
-HALF = [
-    *(case for case in LARGE if case.dtype != "float32"),
-    *(case if case.dtype != "float32" else dataclasses.replace(case, dtype="bfloat16") for case in SMALL),
-]
-"""The cases that Mosaic-GPU kernels take."""
 
 
 @pytest.mark.parametrize("case", [*LARGE, *SMALL], ids=str)
@@ -114,7 +106,10 @@ def test_mosaic_ends_and_repeats():
 
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_mosaic_under_vmap(H):
-    """Gradients under vmap, lengths mapped too, are those of a loop, but for the order in which XLA sums delta."""
+    """Gradients under vmap, lengths mapped too, are bit for bit those of a loop.
+
+    Each query's cotangent has one element, so that XLA's sum for delta is exact in whatever order it adds.
+    """
     rng = jax.random.key(0)
     q = jax.random.normal(rng, (3, 2, 200, 4, H), jnp.bfloat16)
     k = jax.random.normal(rng, (3, 2, 150, 2, H), jnp.bfloat16)
@@ -125,15 +120,14 @@ def test_mosaic_under_vmap(H):
             out = flash_attention(
                 q, k, v, key_value_seq_lengths=lengths, implementation="mosaic_gpu", deterministic=True, is_causal=True
             )
-            return jnp.sum(out.astype(jnp.float32) ** 2)
+            return jnp.sum(jnp.where(jnp.arange(H) == jnp.arange(200)[:, None, None] % H, out, 0).astype(jnp.float32))
 
         return jax.grad(loss, (0, 1, 2))(q, k, k)
 
     together = jax.jit(jax.vmap(gradients))(q, k, lengths)
     for i in range(3):
         for a, b in zip(together, gradients(q[i], k[i], lengths[i]), strict=True):
-            a, b = (np.asarray(x, np.float64) for x in (a[i], b))
-            assert error(a, b) <= float(jnp.finfo(jnp.bfloat16).eps) * np.abs(b).max()
+            assert np.array_equal(a[i], b)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BENCHMARK, LARGE, SMALL, Case
+from cases import BENCHMARK, HALF, LARGE, SMALL, Case
 from jax.sharding import AbstractDevice, AbstractMesh
-from test_gpu import HALF
 
 from pallas_flash import RESIDUAL_NAMES, explain, flash_attention, vjp
 

@@ -82,3 +82,18 @@ def test_forward(monkeypatch):
     monkeypatch.setattr(pipeline, "call", look)
     out, lse = forward.forward(posed(), QUERY, KEY, VALUE)
     assert (out.shape, lse.shape) == ((2, T, N, HV), (2, N, T))
+
+
+@pytest.mark.parametrize(
+    ("flags", "deterministic"),
+    [
+        ("", False),
+        ("--xla_gpu_deterministic_ops", True),
+        ("--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0", True),
+        ("--xla_gpu_deterministic_ops=true --xla_gpu_deterministic_ops=false", False),
+        ("--xla_gpu_deterministic_ops_other=true", False),
+    ],
+)
+def test_deterministic_by_the_flags_of_xla(monkeypatch, flags, deterministic):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert posed().deterministic == deterministic

@@ -26,11 +26,11 @@ def backward(
     """dq, dk, dv and the gradient of a traced scale."""
     plan = problem.plan
     # Of two consumers, each computes half of dq, by columns where the tile has no rows for both.
-    width = operands.WIDTH * (CONSUMERS if plan.backward and plan.backward.block_q == GROUP_ROWS else 1)
+    boxes = CONSUMERS if plan.backward and plan.backward.block_q == GROUP_ROWS else 1
     vectors = operands.vectors(softmax.base2_lse(lse), operands.queries(problem, delta, axis=2))
     q = operands.queries(problem, q)
-    q_seen = operands.padded(operands.with_sign(problem, q), width)
-    k_seen = operands.padded(operands.keys(problem, k), width)
+    q_seen = operands.padded(operands.with_sign(problem, q), boxes)
+    k_seen = operands.padded(operands.keys(problem, k), boxes)
     v_seen, do_seen = map(operands.padded, (operands.keys(problem, v), operands.queries(problem, do)))
     seen = dataclasses.replace(problem, H=q_seen.shape[-1], Hv=v_seen.shape[-1])
     tensors = q_seen, k_seen, v_seen, do_seen, vectors

@@ -11,8 +11,8 @@ from pallas_flash.masks import Span
 from pallas_flash.plan import MosaicPlan, Plan
 from pallas_flash.problem import Problem
 
-WIDTH, LENGTH = 64, 8
-"""TMA moves boxes of 8 rows and 64 columns: head dims and lengths of what it sees are multiples of these."""
+LENGTH = 8
+"""Of what TMA sees, lengths are a multiple of this: it moves boxes of 8 rows and 64 columns (`plan.whole`)."""
 
 
 def refusal(problem: Problem) -> str | None:
@@ -42,9 +42,10 @@ def plan(problem: Problem) -> MosaicPlan:
     return problem.plan or plans.choose_mosaic(problem.T, problem.H, problem.Hv, problem.mask.grows)
 
 
-def padded(x: Array, width: int = WIDTH) -> Array:
-    """[B, L, n, d] with zeros up to a length and a width that TMA can move; the latter a multiple of `width`."""
-    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % LENGTH), (0, 0), (0, -x.shape[3] % width)))
+def padded(x: Array, boxes: int = 1) -> Array:
+    """[B, L, n, d] with zeros up to a length and a width that TMA can move; the latter whole `boxes` at a time."""
+    length, width = x.shape[1], x.shape[3]
+    return jnp.pad(x, ((0, 0), (0, -length % LENGTH), (0, 0), (0, plans.whole(width, boxes) - width)))
 
 
 def queries(problem: Problem, x: Array, axis: int = 1) -> Array:
