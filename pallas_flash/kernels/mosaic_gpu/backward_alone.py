@@ -62,9 +62,9 @@ def flash_alone(
     turns = pipeline.Turns(consumers)
 
     def of_each_head(walk):
-        """`walk(head, turn, None)` for each head that streams past, `turn` being that of its first block."""
+        """`walk(head, turn)` for each head that streams past, `turn` being that of its first block."""
         if by_query:
-            walk(lax.div(head, jnp.int32(problem.G)), 0, None)
+            walk(lax.div(head, jnp.int32(problem.G)), 0)
         else:
             pipeline.of_each_head(problem, head, seen.steps, walk)
 
@@ -79,7 +79,7 @@ def flash_alone(
             for operand in (a, b) if of_scores else (a,):
                 fill(operand, w, head, first + w * GROUP_ROWS, GROUP_ROWS)
 
-        def walk(h, turn, _):
+        def walk(h, turn):
             def step(t, _):
                 for operand in (c, d):
                     fill(operand, turn + t, h, seen.block(t) * columns, columns)
@@ -99,8 +99,8 @@ def flash_alone(
         turns.close(w)
         by = problem.any_scale * (1 if by_query else sign) if of_scores else 1.0
         (tile, *_) = {DQ: q_ring, DK: k_ring, DV: v_ring}[gradient].at(w)
-        tile[...] = (total * by).astype(problem.dtype)
-        pipeline.send((tile, out_ref.at[batch, pl.ds(first + w * GROUP_ROWS, GROUP_ROWS), head]))
+        own = out_ref.at[batch, pl.ds(first + w * GROUP_ROWS, GROUP_ROWS), head]
+        pipeline.send(((total * by).astype(problem.dtype), tile, own))
 
     def stream(w: int, of_rows, total) -> Array:
         of_row = [pipeline.by_row(of_rows[0].at[n], (GROUP_ROWS, columns)) for n in range(2)] if of_rows else None
@@ -131,7 +131,7 @@ def flash_alone(
             plgpu.wgmma_wait(0)
             summed[1].release(u)
 
-        of_each_head(lambda _, turn, __: seen.walk_by_turn(lambda t, _, edge: step(t, edge, turn), None))
+        of_each_head(lambda _, turn: seen.walk_by_turn(lambda t, _, edge: step(t, edge, turn), None))
         return plgpu.wgmma_accumulator_load(total)
 
     pipeline.roles(consumers, produce, consume)

@@ -5,6 +5,7 @@ products for dv and dk from registers; for dq they pass through shared memory, a
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -25,7 +26,7 @@ CONSUMERS = 2
 
 def flash_backward(
     q_ref, k_ref, v_ref, do_ref, vectors_ref, dq_ref, *counters_and_outputs, q_ring: Ring, do_ring: Ring, kv_ring: Ring,
-    ds_tiles, dq_tiles, problem: Problem, grid: Grid, blocks: MosaicBlocks,
+    dq_tiles, ds_tiles, problem: Problem, grid: Grid, blocks: MosaicBlocks,
 ):  # fmt: skip
     """Kernel body: dk and dv of one tile of keys, summed over a group of query heads; dq is added to `dq_ref`."""
     *counters, dk_ref, dv_ref = counters_and_outputs
@@ -37,15 +38,31 @@ def flash_backward(
     sign, c = softmax.base2(problem.any_scale)
     order = pipeline.Order(*counters)
 
-    def produce():
+    def load():
         keys = pl.ds(first, block_k)
         kv_ring.fill(0, k_ref.at[b, keys, kv_head], v_ref.at[b, keys, kv_head])
 
-        def walk(head, turn, _):
+        def walk(head, turn):
             def step(t, _):
                 rows = pl.ds(seen.block(t) * block_q, block_q)
                 q_ring.fill(turn + t, q_ref.at[b, rows, head], vectors_ref.at[b, head, :, rows])
                 do_ring.fill(turn + t, do_ref.at[b, rows, head])
+
+            lax.fori_loop(0, seen.steps, step, None)
+
+        pipeline.of_each_head(problem, kv_head, seen.steps, walk)
+
+    def add(w: int):
+        """Adds what consumer w computes of dq."""
+
+        def walk(head, _):
+            def step(t, _):
+                j = seen.block(t)
+                rows, columns = _part(problem, block_q, w)
+                target = dq_ref.at[b, pl.ds(j * block_q + rows.start, rows.size), head, columns]
+                tiles = masks.visit(mask, Span(j * block_q, (j + 1) * block_q), Span(0, problem.S), block_k)
+                place = ((b * problem.N + head) * pl.cdiv(problem.T, block_q) + j) * CONSUMERS + w
+                pipeline.Handover(dq_tiles, w).add(target, order, place, rank=tiles.end - 1 - i)
 
             lax.fori_loop(0, seen.steps, step, None)
 
@@ -57,26 +74,15 @@ def flash_backward(
         sums = (GROUP_ROWS, problem.H), (GROUP_ROWS, problem.Hv)
         dk, dv = pipeline.accumulate(lambda dk, dv: stream(w, dk, dv), *sums)
         pipeline.meet()  # the other consumer's last product may still read all of k
-        dk_tile, dv_tile = k.at[own], v.at[own]
-        dk_tile[...] = (dk * (problem.any_scale * sign)).astype(problem.dtype)
-        dv_tile[...] = dv.astype(problem.dtype)
+        dk, dv = (dk * (problem.any_scale * sign)).astype(problem.dtype), dv.astype(problem.dtype)
         rows = pl.ds(first + w * GROUP_ROWS, GROUP_ROWS)
-        pipeline.send((dk_tile, dk_ref.at[b, rows, kv_head]), (dv_tile, dv_ref.at[b, rows, kv_head]))
+        pipeline.send((dk, k.at[own], dk_ref.at[b, rows, kv_head]), (dv, v.at[own], dv_ref.at[b, rows, kv_head]))
 
     def stream(w: int, dk, dv) -> tuple[Array, Array]:
         own = pl.ds(w * GROUP_ROWS, GROUP_ROWS)
-        rows, columns = _part(problem, block_q)
-        by_rows = rows < block_q
-        part = (own, slice(None)) if by_rows else (slice(None), pl.ds(w * columns, columns))
-        offset = w * rows if by_rows else 0
+        dq_rows, dq_columns = _part(problem, block_q, w)
 
-        def place_and_rank(head, j):
-            """Of this consumer's part of a block of dq, the number, and how many thread blocks add to it before."""
-            tiles = masks.visit(mask, Span(j * block_q, (j + 1) * block_q), Span(0, problem.S), block_k)
-            place = ((b * problem.N + head) * pl.cdiv(problem.T, block_q) + j) * CONSUMERS + w
-            return place, tiles.end - 1 - i
-
-        def step(t, last, edge: bool, head, turn):
+        def step(t, edge: bool, turn):
             u, j = turn + t, seen.block(t)
             (k, v), (q, vectors) = kv_ring.anew(0), q_ring.wait(u)
 
@@ -97,23 +103,24 @@ def flash_backward(
             pipeline.meet()
 
             def summed(dq):
-                plgpu.wgmma(dq, ds_tile.at[:, part[0]].transpose((1, 0)), k.at[:, part[1]])  # eq. 17
+                plgpu.wgmma(dq, ds_tile.at[:, dq_rows].transpose((1, 0)), k.at[:, dq_columns])  # eq. 17
                 plgpu.wgmma(dk, dsT, q)  # eq. 18
                 plgpu.wgmma_wait(2)
                 do_ring.release(u)
-                target = dq_ref.at[b, pl.ds(j * block_q + offset, rows), head, part[1]]
-                return pipeline.add(dq, dq_tiles.at[w], target, order, last, *place_and_rank(head, j), in_flight=1)
+                pipeline.Handover(dq_tiles, w).give(plgpu.wgmma_accumulator_load(dq, wait_n=1))
 
-            place = pipeline.accumulate(summed, (rows, columns))
+            pipeline.accumulate(summed, (dq_rows.size, dq_columns.size))
             plgpu.wgmma_wait(0)
             q_ring.release(u)
-            return place
 
-        def walk(head, turn, place):
-            return seen.walk_by_turn(lambda t, place, edge: step(t, place, edge, head, turn), place)
+        def walk(_, turn):
+            seen.walk_by_turn(lambda t, _, edge: step(t, edge, turn), None)
 
-        order.done(pipeline.of_each_head(problem, kv_head, seen.steps, walk, jnp.int32(-1)))
+        pipeline.of_each_head(problem, kv_head, seen.steps, walk)
         return dk[...], dv[...]
+
+    def produce():
+        pipeline.by_warp(load, *(functools.partial(add, w) for w in range(CONSUMERS)))
 
     pipeline.roles(CONSUMERS, produce, consume)
 
@@ -132,14 +139,15 @@ def together(problem: Problem, blocks: MosaicBlocks, tensors: tuple[Array, ...])
     sums = [jax.new_ref(jnp.zeros((problem.B, tiles_q * block_q, problem.N, H), jnp.float32))]
     if problem.deterministic:
         sums.append(jax.new_ref(jnp.zeros(problem.B * problem.N * tiles_q * CONSUMERS, jnp.int32)))
+    rows, columns = _part(problem, block_q, 0)
     scratch = dict(
         q_ring=Ring.of(
             stages, CONSUMERS, pipeline.tiles(stages, block_q, H, dtype=dtype), pipeline.vectors(stages, 2, block_q)
         ),
         do_ring=Ring.of(stages, CONSUMERS, pipeline.tiles(stages, block_q, Hv, dtype=dtype)),
         kv_ring=Ring.of(1, CONSUMERS, *(pipeline.tiles(1, block_k, width, dtype=dtype) for width in (H, Hv))),
+        dq_tiles=pipeline.tiles(CONSUMERS, rows.size, columns.size, dtype=jnp.float32),
         ds_tiles=pipeline.tiles(2, block_k, block_q, dtype=dtype),
-        dq_tiles=pipeline.tiles(CONSUMERS, *_part(problem, block_q), dtype=jnp.float32),
     )
     outputs = tuple(jax.ShapeDtypeStruct(x.shape, dtype) for x in tensors[1:3])
     dk, dv = pipeline.call(
@@ -148,6 +156,8 @@ def together(problem: Problem, blocks: MosaicBlocks, tensors: tuple[Array, ...])
     return sums[0][...], dk, dv
 
 
-def _part(problem: Problem, block_q: int) -> tuple[int, int]:
-    """Rows and columns of dq that one consumer computes: half the rows of a tile of 128, else half the columns."""
-    return (GROUP_ROWS, problem.H) if block_q > GROUP_ROWS else (block_q, problem.H // CONSUMERS)
+def _part(problem: Problem, block_q: int, w: int) -> tuple[pl.Slice, pl.Slice]:
+    """Rows and columns of a block of dq that consumer w computes: half the rows of 128 queries, else half the columns."""
+    if block_q > GROUP_ROWS:
+        return pl.ds(w * GROUP_ROWS, GROUP_ROWS), pl.ds(0, problem.H)
+    return pl.ds(0, block_q), pl.ds(w * problem.H // CONSUMERS, problem.H // CONSUMERS)

@@ -57,9 +57,8 @@ def flash_forward(
         turns.close(w)
         o, lse = softmax.finish(run)
         o_tile = q if o_tiles is None else o_tiles.at[w]
-        o_tile[...] = o.astype(problem.dtype)
-        l_rows[w] = lse
-        pipeline.send((o_tile, o_ref.at[b, rows(w), head]), (l_rows.at[w], lse_ref.at[b, head, rows(w)]))
+        o = o.astype(problem.dtype)
+        pipeline.send((o, o_tile, o_ref.at[b, rows(w), head]), (lse, l_rows.at[w], lse_ref.at[b, head, rows(w)]))
 
     def attend(w: int, q, acc) -> softmax.Running:
         def step(t, carry: tuple[Array, Array, Array | None], edge: bool, overlap: bool = True):

@@ -75,6 +75,8 @@ class Ring:
         return cls(buffers, ready, plgpu.Barrier(num_arrivals=consumers, num_barriers=stages), stages)
 
     def _slot(self, t):
+        if self.stages == 1:
+            return 0
         return t % self.stages if isinstance(t, int) else lax.rem(t, jnp.int32(self.stages))
 
     def fill(self, t, *sources) -> None:
@@ -95,12 +97,8 @@ class Ring:
         return tuple(buffer.at[self._slot(t)] for buffer in self.buffers)
 
     def anew(self, slot: int) -> tuple[Any, ...]:
-        """What a slot holds, with addresses computed where they are used.
-
-        Inside a loop the compiler would compute those of a fixed slot before it, one for each instruction that reads
-        it, and spill them: 550 against 490 instructions a step in the backward kernel at H = 128, causal.
-        """
-        return tuple(buffer.at[slot + _first_lane(jnp.int32(0))] for buffer in self.buffers)
+        """What a fixed slot holds."""
+        return tuple(anew(buffer, slot) for buffer in self.buffers)
 
     def release(self, t) -> None:
         """This consumer is done with turn t."""
@@ -111,12 +109,12 @@ _inline: Any = plgpu.inline_mgpu
 _SCALAR = plgpu.Layout.WG_SPLAT
 
 
-def _named_barrier(operation: str, number: int) -> None:
-    """`sync` waits for, `arrive` announces to, the other warp group of a pair."""
+def _named_barrier(operation: str, number: int, threads: int = 256) -> None:
+    """`sync` waits for, `arrive` announces to, the others of so many threads; by default of two warp groups."""
 
     @_inline()
     def emit(_):
-        code = f"bar.{operation} {_FIRST_NAMED_BARRIER + number}, 256;"
+        code = f"bar.{operation} {_FIRST_NAMED_BARRIER + number}, {threads};"
         mgpu.utils.inline_ptx(code, has_side_effects=True, convergent=True)
 
     emit()
@@ -131,6 +129,22 @@ def meet() -> None:
 @_inline()
 def _fence(_):
     nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
+
+
+@_inline()
+def _join_warps(_):
+    """Waits for the other warps of this warp group."""
+    mgpu.utils.warpgroup_barrier()
+
+
+def anew(tiles_ref, index: int):
+    """A fixed tile of several, with addresses computed where they are used.
+
+    Inside a loop the compiler would compute those of a fixed tile before it, one for each instruction that uses it, and
+    spill them, or copy accumulators: at H = 128, causal, 550 against 490 instructions a step of the backward kernel for
+    what its products read, and 545 against 461 for where it stores dq.
+    """
+    return tiles_ref.at[index + _first_lane(jnp.int32(0))]
 
 
 def uniform(scalars):
@@ -187,13 +201,22 @@ def roles(consumers: int, produce: Callable[[], None], consume: Callable[[int], 
             consume(w)
 
 
-def of_each_head(problem: Problem, kv_head, steps, walk: Callable, carry=None):
-    """`walk(head, turn, carry)` for each query head of a group, `turn` being that of the first of its `steps`."""
+def by_warp(*jobs: Callable[[], None]) -> None:
+    """Each job is done by a warp of this warp group, beside the others."""
 
-    def one(g, carry):
-        return walk(kv_head * problem.G + g, g * steps, carry)
+    @plgpu.warp_map
+    def _(warp):
+        for i, job in enumerate(jobs):
+            pl.when(warp == i)(job)
 
-    return one(0, carry) if problem.G == 1 else lax.fori_loop(0, problem.G, one, carry)
+
+def of_each_head(problem: Problem, kv_head, steps, walk: Callable[[Any, Any], None]) -> None:
+    """`walk(head, turn)` for each query head of a group, `turn` being that of the first of its `steps`."""
+
+    def one(g, _):
+        walk(kv_head * problem.G + g, g * steps)
+
+    one(0, None) if problem.G == 1 else lax.fori_loop(0, problem.G, one, None)
 
 
 def place(grid: Grid) -> tuple[Array, Array, Array]:
@@ -239,27 +262,47 @@ def after(vector_ref, vector: Array, *values: Array) -> tuple[Array, ...]:
     return held
 
 
-def send(*copies: tuple[Any, Any]) -> None:
-    """Copies from shared to device memory what this warp group has just written, and waits."""
+def send(*copies: tuple[Array, Any, Any]) -> None:
+    """Sends values to device memory, each through a tile of shared memory that only this warp group has used."""
+    _join_warps()
+    for value, tile_ref, _ in copies:
+        tile_ref[...] = value
     plgpu.commit_smem()
-    for source, destination in copies:
-        plgpu.copy_smem_to_gmem(source, destination)
+    for _, tile_ref, destination in copies:
+        plgpu.copy_smem_to_gmem(tile_ref, destination)
     plgpu.wait_smem_to_gmem(0)
 
 
-def add(accumulator, tile_ref, destination, order: "Order", last, place, rank, in_flight: int):
-    """Starts adding an accumulator to device memory, through a tile of shared memory whose last use is over then.
+class Handover:
+    """A tile of shared memory that a consumer gives to a warp of the producer, again and again.
 
-    `last` and `place` are the places, in the order, of the addition before and of this one, `rank` is its turn;
-    `in_flight` products after those of the accumulator need not be complete. Returns `place`, `last` of the next.
+    Named barriers let them wait for each other: to wait at a memory barrier is a loop, around which ptxas copies the
+    accumulators of products in flight.
+
+    Attributes:
+        tiles_ref: Such a tile for each consumer.
+        w: Number of the consumer.
     """
-    values = plgpu.wgmma_accumulator_load(accumulator, wait_n=in_flight)
-    order.done(last)
-    tile_ref[...] = values
-    plgpu.commit_smem()
-    order.wait(place, rank)
-    plgpu.copy_smem_to_gmem(tile_ref, destination, reduction_op="add")
-    return place
+
+    def __init__(self, tiles_ref, w: int):
+        self.tiles_ref, self.w = tiles_ref, w
+        self._free, self._full = 2 * w + 1, 2 * w + 2
+
+    def give(self, value: Array) -> None:
+        """Of the consumer: stores a value, once the tile is free."""
+        _named_barrier("sync", self._free, 160)
+        anew(self.tiles_ref, self.w)[...] = value
+        _fence()
+        _named_barrier("arrive", self._full, 160)
+
+    def add(self, destination, order: "Order", place, rank) -> None:
+        """Of the warp: adds the next value to device memory, in a place to which `rank` others add before."""
+        _named_barrier("arrive", self._free, 160)
+        _named_barrier("sync", self._full, 160)
+        order.wait(place, rank)
+        plgpu.copy_smem_to_gmem(self.tiles_ref.at[self.w], destination, reduction_op="add")
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        order.done(place)
 
 
 class Order:
@@ -281,10 +324,10 @@ class Order:
             _await_count(self.counters.at[pl.ds(place, 1)], rank)
 
     def done(self, place) -> None:
-        """Completes this warp group's last addition, which was to that place; there is none yet if it is negative."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=self.counters is None)
-        if (counters := self.counters) is not None:
-            pl.when(place >= 0)(lambda: _count_up(counters.at[pl.ds(place, 1)]))
+        """Completes this warp's additions, of which the last was to that place."""
+        if self.counters is not None:
+            plgpu.wait_smem_to_gmem(0)
+            _count_up(self.counters.at[pl.ds(place, 1)])
 
 
 @_inline(arg_types=(plgpu.RefType(), _SCALAR))
@@ -298,8 +341,7 @@ def _await_count(_, counter, value):
 
 @_inline(arg_types=(plgpu.RefType(),))
 def _count_up(_, counter):
-    mgpu.utils.warpgroup_barrier()
-    with mgpu.utils.when(mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARPGROUP)):
+    with mgpu.utils.when(mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARP)):
         address = mgpu.utils.memref_ptr(counter)
         mgpu.utils.inline_ptx("red.release.gpu.global.add.s32 [$0], 1;", address, has_side_effects=True)
 
@@ -331,7 +373,10 @@ def call(
         num_threads=consumers + 1,
         thread_name=_GROUP,
         scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
+        compiler_params=plgpu.CompilerParams(
+            # What its barriers around each store and copy would guard is guarded above, where it needs to be.
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=512
+        ),
     )
     with jax.enable_x64(False):  # Python's integers are int32 in a kernel, whatever they are around it
         return launch(*leaves, *operands)
