@@ -20,6 +20,7 @@ class Implementation:
         backward: problem, q, k, v, lse, do, delta → dq, dk, dv, and for a traced scale its gradient [B].
             None: `forward` is differentiated by JAX.
         plan: problem → block sizes; None: it has none.
+        deferral: problem → why the next implementation is faster, where both accept; None: it is not.
     """
 
     name: str
@@ -27,17 +28,16 @@ class Implementation:
     forward: Callable
     backward: Callable | None = None
     plan: Callable[[Problem], Plan | MosaicPlan] | None = None
+    deferral: Callable[[Problem], str | None] = lambda problem: None
 
 
 @functools.cache
 def implementations() -> tuple[Implementation, ...]:
     """All of them, fastest first. Imported on first use: kernels whose compiler JAX comes without are refused."""
     xla = importlib.import_module("pallas_flash.xla")
-    kernels = (
-        _kernels("mosaic_gpu", "pallas_flash.kernels.mosaic_gpu"),
-        _kernels("triton", "pallas_flash.kernels.triton"),
-    )
-    return *kernels, Implementation("xla", xla.refusal, xla.forward)
+    hopper = _kernels("mosaic_gpu", "pallas_flash.kernels.mosaic_gpu")
+    triton = _kernels("triton", "pallas_flash.kernels.triton")
+    return hopper, triton, Implementation("xla", xla.refusal, xla.forward)
 
 
 def _kernels(name: str, package: str) -> Implementation:
@@ -46,7 +46,8 @@ def _kernels(name: str, package: str) -> Implementation:
     except ImportError as error:
         reason = f"its kernels cannot be imported ({error}); install jax and jaxlib of a supported version"
         return Implementation(name, lambda problem: reason, lambda *tensors: None)
-    return Implementation(name, kernels.refusal, kernels.forward, kernels.backward, kernels.plan)
+    deferral = getattr(kernels, "deferral", Implementation.deferral)
+    return Implementation(name, kernels.refusal, kernels.forward, kernels.backward, kernels.plan, deferral)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Explanation:
 
     Attributes:
         implementation: Name of the chosen one.
-        refusals: Name → reason, for each that refuses.
+        refusals: Name → reason, for each that refuses, or leaves the call to a faster one.
         plan: Its block sizes; None: it has none.
     """
 
@@ -80,12 +81,14 @@ def chosen(problem: Problem) -> Implementation:
 def explain(problem: Problem) -> Explanation:
     """What `resolve` decides, with the reasons; raises as it does."""
     refusals = {each.name: reason for each in implementations() if (reason := each.refusal(problem))}
-    candidates = [e.name for e in implementations() if problem.implementation in (None, e.name)]
-    accepting = [name for name in candidates if name not in refusals]
+    candidates = [each for each in implementations() if problem.implementation in (None, each.name)]
+    accepting = [each for each in candidates if each.name not in refusals]
     if not accepting:
-        reasons = "; ".join(f"{name}: {refusals[name]}" for name in candidates)
+        reasons = "; ".join(f"{each.name}: {refusals[each.name]}" for each in candidates)
         raise NotImplementedError(f"implementation={problem.implementation!r} refuses this call: {reasons}")
-    best = next(each for each in implementations() if each.name == accepting[0])
+    best, *others = accepting
+    if others and others[0].backward and (reason := best.deferral(problem)):
+        refusals[best.name], best = reason, others[0]
     return Explanation(best.name, refusals, best.plan(problem) if best.plan else None)
 
 

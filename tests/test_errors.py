@@ -514,7 +514,9 @@ def test_mosaic_takes_any_head_dim(deterministic):
     for width, width_v, is_causal, t in itertools.product(widths, widths, (False, True), (1, 100, 4096)):
         tensors = shapes(jnp.bfloat16, t, width) | {"value": shapes(jnp.bfloat16, t, width_v)["value"]}
         with device("NVIDIA H200"):
-            choice = explain(**tensors, is_causal=is_causal, deterministic=deterministic)
+            choice = explain(
+                **tensors, is_causal=is_causal, deterministic=deterministic, implementation="mosaic_gpu"
+            )
         assert (choice.implementation, dict(choice.refusals)) == ("mosaic_gpu", {})
         assert (choice.plan.backward is None) == (max(width, width_v) > 128)
 
@@ -522,11 +524,21 @@ def test_mosaic_takes_any_head_dim(deterministic):
 def test_small_problems_get_small_tiles():
     with device("NVIDIA H200"):
         choice = explain(**shapes(jnp.bfloat16, t=20), implementation="triton")
-        mosaic = explain(**shapes(jnp.bfloat16, t=20))
+        mosaic = explain(**shapes(jnp.bfloat16, t=20), implementation="mosaic_gpu")
     for blocks in (choice.plan.forward, choice.plan.dq, choice.plan.dkv):
         assert max(blocks.block_q, blocks.block_k) <= 32
     assert mosaic.implementation == "mosaic_gpu"
     assert mosaic.plan.forward.block_q == mosaic.plan.dq.block_q == 64
+
+
+@pytest.mark.parametrize("t,best", [(1023, "triton"), (1024, "mosaic_gpu"), (1032, "mosaic_gpu"), (1033, "mosaic_gpu")])
+def test_short_ragged_sequences_go_to_triton(t, best):
+    with device("NVIDIA H200"):
+        choice = explain(**shapes(jnp.bfloat16, t))
+        named = explain(**shapes(jnp.bfloat16, t), implementation="mosaic_gpu")
+        planned = explain(**shapes(jnp.bfloat16, t), plan=ALONE)
+    assert (choice.implementation, named.implementation, planned.implementation) == (best, *["mosaic_gpu"] * 2)
+    assert (best == "triton") == ("no multiple of 8" in choice.refusals.get("mosaic_gpu", ""))
 
 
 # What must not be taken for misuse.

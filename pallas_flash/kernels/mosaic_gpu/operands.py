@@ -14,6 +14,9 @@ from pallas_flash.problem import Problem
 LENGTH = 8
 """Of what TMA sees, lengths are a multiple of this: it moves boxes of 8 rows and 64 columns (`plan.whole`)."""
 
+WORTH_PADDING = 1024
+"""From this length on, these kernels with padding are faster than Triton's without, on an H200."""
+
 
 def refusal(problem: Problem) -> str | None:
     """Why these kernels cannot serve the problem on the current device; None: they can."""
@@ -35,6 +38,16 @@ def refusal(problem: Problem) -> str | None:
         found = f"the GPU has compute capability {capability // 10}.{capability % 10}"
         return f"{found}, 9.0 (Hopper) is required; use implementation='triton'"
     return plans.mosaic_shortage(plan(problem), problem.H, problem.Hv)
+
+
+def deferral(problem: Problem) -> str | None:
+    """Why Triton's kernels are faster: short sequences cost more to pad than these kernels gain (docs/performance.md)."""
+    for name, length in (("query", problem.T), ("key", problem.S)):
+        if length % LENGTH and length < WORTH_PADDING:
+            return (
+                f"the {name} length {length} is no multiple of {LENGTH}, and below {WORTH_PADDING} padding costs more "
+                "than these kernels gain; pad the sequences, or use implementation='mosaic_gpu'"
+            )
 
 
 def plan(problem: Problem) -> MosaicPlan:
