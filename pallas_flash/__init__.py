@@ -1,13 +1,17 @@
 """Exact attention for JAX on NVIDIA GPUs: FlashAttention as Pallas kernels, one pure function."""
 
+from pallas_flash.api import block_mask as block_mask
 from pallas_flash.api import explain as explain
 from pallas_flash.api import flash_attention as flash_attention
 from pallas_flash.dispatch import Explanation as Explanation
+from pallas_flash.patterns import MaskModifier as MaskModifier
 from pallas_flash.plan import Blocks as Blocks
 from pallas_flash.plan import MosaicBlocks as MosaicBlocks
 from pallas_flash.plan import MosaicPlan as MosaicPlan
 from pallas_flash.plan import Plan as Plan
 from pallas_flash.softmax import merge as merge
+from pallas_flash.survey import BlockMask as BlockMask
+from pallas_flash.varlen import flash_attention_varlen as flash_attention_varlen
 from pallas_flash.vjp import RESIDUAL_NAMES as RESIDUAL_NAMES
 
 __version__ = "0.1.0"

@@ -1,6 +1,7 @@
 """What did the user ask? Keywords become a `Problem`."""
 
 import inspect
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -9,12 +10,15 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from pallas_flash import dispatch, problem, vjp
+from pallas_flash.patterns import MaskModifier
 from pallas_flash.plan import MosaicPlan, Plan
+from pallas_flash.survey import BlockMask
 
 
 class Options(TypedDict, total=False):
     """Keywords of `flash_attention` that do not change what it returns; it documents them."""
 
+    mask: ArrayLike | None
     scale: ArrayLike | None
     is_causal: bool
     query_seq_lengths: ArrayLike | None
@@ -22,6 +26,10 @@ class Options(TypedDict, total=False):
     local_window_size: int | tuple[int | None, int | None] | None
     implementation: str | None
     query_offset: ArrayLike
+    query_segment_ids: ArrayLike | None
+    key_value_segment_ids: ArrayLike | None
+    mask_modifiers: Sequence[Callable[..., Array] | MaskModifier]
+    block_mask: BlockMask | None
     deterministic: bool
     precision: Any
     plan: Plan | MosaicPlan | None
@@ -56,6 +64,7 @@ def flash_attention(  # pyright: ignore[reportInconsistentOverload]  (the keywor
     key,
     value,
     *,
+    mask=None,
     scale=None,
     is_causal=False,
     query_seq_lengths=None,
@@ -64,6 +73,10 @@ def flash_attention(  # pyright: ignore[reportInconsistentOverload]  (the keywor
     return_residual=False,
     implementation=None,
     query_offset=0,
+    query_segment_ids=None,
+    key_value_segment_ids=None,
+    mask_modifiers=(),
+    block_mask=None,
     deterministic=False,
     precision=None,
     plan=None,
@@ -82,6 +95,8 @@ def flash_attention(  # pyright: ignore[reportInconsistentOverload]  (the keywor
         query: [*B, T, N, H], bfloat16, float16, float32 or float64, any number of batch axes, any sizes >= 0.
         key: [*B, S, K, H], the dtype of `query`.
         value: [*B, S, K, Hv], the dtype of `query`.
+        mask: Boolean, broadcastable to [*B, N, T, S], True = attend. Its size is what it costs: [*B, 1, 1, S] is never
+            expanded. Blocks of scores that are all False are skipped, those that are all True need no mask.
         scale: Number or floating scalar array, multiplies the scores. A traced one is differentiable and never
             recompiles. None: 1/sqrt(H).
         is_causal: Whether query t attends to keys 0 … t + query_offset only.
@@ -96,6 +111,13 @@ def flash_attention(  # pyright: ignore[reportInconsistentOverload]  (the keywor
         query_offset: Integer, scalar or [*B]: the position of query 0 among the keys, which moves the causal edge and
             the window. S - T aligns the last query with the last key. A Python int compiles anew for each value, an
             array does not.
+        query_segment_ids: Integer, [*B, T] or broadcastable: a query attends to keys of its own id only. Negative ids are
+            padding. Ids may repeat and come in any order; the more alike neighbours are, the more blocks are skipped.
+        key_value_segment_ids: Integer, [*B, S] or broadcastable. For self-attention pass the same array twice.
+        mask_modifiers: Your own masks: functions of a tile, `keep(tile)` → bool, traced into every kernel, or
+            `MaskModifier`s, which have arrays as operands and tell more.
+        block_mask: What `block_mask` made of the same `mask` and `mask_modifiers` before, once for many calls. None:
+            each call works out itself which blocks these leave to visit.
         deterministic: Whether gradients must be bitwise reproducible. Outputs always are, gradients are by default
             except from "mosaic_gpu" with head dims up to 128, which is faster for it. `--xla_gpu_deterministic_ops` in
             XLA_FLAGS asks for it too.
@@ -116,12 +138,14 @@ def flash_attention(  # pyright: ignore[reportInconsistentOverload]  (the keywor
 
     Source: Dao, FlashAttention-2 (arXiv:2307.08691); docs/algorithm.md has the equations.
     """
-    query, key, value = (_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    query, key, value = (problem.array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     posed, batch = problem.pose(
-        query, key, value, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
+        query, key, value, mask=mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size,
-        return_residual=return_residual, implementation=implementation, query_offset=query_offset,
-        deterministic=deterministic, precision=precision, plan=plan, interpret=interpret,
+        query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids,
+        mask_modifiers=mask_modifiers, block_mask=block_mask, return_residual=return_residual,
+        implementation=implementation, query_offset=query_offset, deterministic=deterministic, precision=precision,
+        plan=plan, interpret=interpret,
     )  # fmt: skip
     folded = (x.reshape(posed.B, *x.shape[-3:]) for x in (query, key, value))
     out, residual = vjp.attend(dispatch.resolve(posed), *folded)
@@ -145,16 +169,47 @@ def explain(query: Any, key: Any, value: Any, **keywords: Any) -> dispatch.Expla
         TypeError, ValueError, NotImplementedError: As the call would.
     """
     tensors = {"query": query, "key": key, "value": value}
-    shapes = {n: x if isinstance(x, jax.ShapeDtypeStruct) else _array(n, x) for n, x in tensors.items()}
-    arguments = inspect.signature(flash_attention).bind(**shapes, **keywords)
+    shapes = {n: x if isinstance(x, jax.ShapeDtypeStruct) else problem.array(n, x) for n, x in tensors.items()}
+    return dispatch.explain(_posed(**shapes, **keywords)[0])
+
+
+def block_mask(
+    queries: int,
+    keys: int,
+    *,
+    batch: tuple[int, ...] = (),
+    heads: int = 1,
+    **masks: Any,
+) -> BlockMask:
+    """Which blocks of scores masks leave to visit, worked out once for many calls of `flash_attention`.
+
+    Args:
+        queries: T, the number of queries.
+        keys: S, the number of keys.
+        batch: Batch axes, if a mask differs between batch entries.
+        heads: N, the number of query heads, if a mask differs between heads.
+        **masks: As for `flash_attention`: mask, mask_modifiers, is_causal, local_window_size, query_offset,
+            query_seq_lengths, key_value_seq_lengths, query_segment_ids, key_value_segment_ids.
+
+    Returns:
+        To print, to draw, and to pass as `block_mask` with the same masks. A pytree: make it outside of a training step.
+
+    Raises:
+        TypeError, ValueError: As of `flash_attention`.
+
+    Source: Dong et al., FlexAttention (arXiv:2412.05496), section 3.3.
+    """
+    allowed = {"mask", "mask_modifiers", "is_causal", "local_window_size", "query_offset"}
+    allowed |= {f"{side}_{kind}" for side in ("query", "key_value") for kind in ("seq_lengths", "segment_ids")}
+    if unknown := sorted(masks.keys() - allowed):
+        raise TypeError(f"block_mask: expected masks, {sorted(allowed)}, got {unknown}; leave them to flash_attention")
+    query, key = (jax.ShapeDtypeStruct((*batch, n, heads, 1), jnp.float32) for n in (queries, keys))
+    posed, _ = _posed(query, key, key, **masks)
+    return BlockMask.of(posed.mask, posed.B, posed.N, posed.T, posed.S)
+
+
+def _posed(query: Any, key: Any, value: Any, **keywords: Any) -> tuple[problem.Problem, tuple[int, ...]]:
+    """The problem of a call of `flash_attention`."""
+    arguments = inspect.signature(flash_attention).bind(query, key, value, **keywords)
     arguments.apply_defaults()
-    posed, _ = problem.pose(**arguments.arguments)
-    return dispatch.explain(posed)
-
-
-def _array(name: str, x) -> Array:
-    """`x` as JAX sees it: float64 is float32 unless x64 is enabled."""
-    try:
-        return jnp.asarray(x)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name}: expected an array, got {type(x).__name__}; convert it with jnp.asarray") from error
+    return problem.pose(**arguments.arguments)

@@ -1,6 +1,7 @@
 """Keep or not, and which blocks to visit: causal, window, offset and lengths, for both orientations.
 
-A mask is a frozen value, composed with `&`. It answers three questions, each with one formula:
+A mask is a frozen value, composed with `&`. Those of this file answer three questions, each with one formula; those
+that depend on arrays are in `patterns.py`.
 
 - `keep(tile)`: which scores of a tile count?
 - `narrow(rows, columns)`: the smallest rectangle inside rows × columns that holds everything kept there (eq. 23).
@@ -14,6 +15,7 @@ compiles no code for them.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -43,6 +45,39 @@ class Span(NamedTuple):
         return _is(self.lo, 0) and _is(self.hi, size)
 
 
+NONE, SOME, ALL = 0, 1, 2
+"""How much of a cell is kept; the smaller of two is, or bounds, that of both masks together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cells:
+    """The T×S scores of B batch entries and N heads, cut into cells of block_q×block_k; the last may reach beyond."""
+
+    B: int
+    N: int
+    T: int
+    S: int
+    block_q: int
+    block_k: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of cells."""
+        return -(-self.T // self.block_q), -(-self.S // self.block_k)
+
+    @property
+    def rows(self) -> Span:
+        """Queries of each row of cells, [rows, 1]."""
+        first = self.block_q * jnp.arange(self.shape[0], dtype=jnp.int32)[:, None]
+        return Span(first, first + self.block_q)
+
+    @property
+    def columns(self) -> Span:
+        """Keys of each column of cells, [columns]."""
+        first = self.block_k * jnp.arange(self.shape[1], dtype=jnp.int32)
+        return Span(first, first + self.block_k)
+
+
 class Mask:
     """What all masks share. Subclasses define `keep`, `narrow`, `every` and `T`."""
 
@@ -70,6 +105,24 @@ class Mask:
     def T(self) -> "Mask":
         """The same mask with rows and columns swapped."""
         raise NotImplementedError
+
+    @property
+    def reads(self) -> bool:
+        """Whether `keep` reads arrays, so that which blocks to visit must be listed before a kernel starts."""
+        return False
+
+    def status(self, cells: "Cells") -> Array:
+        """int32, broadcastable to [B, N, rows, columns] of the cells: `NONE`, `SOME` or `ALL` of a cell is kept."""
+        rows, columns = self.narrow(cells.rows, cells.columns)
+        full = self.every(cells.rows, cells.columns)
+        some = (rows.lo < rows.hi) & (columns.lo < columns.hi)
+        every = (full.lo <= cells.columns.lo) & (full.hi >= cells.columns.hi)
+        return jnp.where(some, jnp.where(every, ALL, SOME), NONE)
+
+    def participants(self, cells: "Cells") -> tuple[Array | None, Array | None]:
+        """bool, broadcastable to [B, T] and [B, S]: queries and keys that take part in some score. None: as `used`."""
+        del cells
+        return None, None
 
 
 @jax.tree_util.register_dataclass
@@ -193,6 +246,21 @@ class Both(Mask):
     def every(self, rows: Span, columns: Span) -> Span:
         return self.second.every(rows, self.first.every(rows, columns))
 
+    @property
+    def reads(self) -> bool:
+        return self.first.reads or self.second.reads
+
+    def status(self, cells: "Cells") -> Array:
+        both = self.first, self.second
+        if not self.reads:  # `narrow` of both together sees more than each alone
+            return super().status(cells)
+        return functools.reduce(jnp.minimum, (each.status(cells) for each in both))
+
+    def participants(self, cells: "Cells") -> tuple[Array | None, Array | None]:
+        pairs = zip(self.first.participants(cells), self.second.participants(cells), strict=True)
+        queries, keys = (_and(*pair) for pair in pairs)
+        return queries, keys
+
 
 class Visit(NamedTuple):
     """The column blocks to walk for a block of rows (eq. 25).
@@ -256,9 +324,14 @@ class Visit(NamedTuple):
 
     def walk_by_turn(self, step: Callable[[Index, Carry, bool], Carry], carry: Carry, skip: int = 0) -> Carry:
         """As `walk`, but with `step(t, carry, edge)` for the t-th block, and from the one after `skip` on."""
-        if self.has_edges:
-            carry = lax.fori_loop(skip, self.edges, lambda t, c: step(t, c, True), carry)
-        return lax.fori_loop(_max(self.edges, skip), self.steps, lambda t, c: step(t, c, False), carry)
+        return walk_by_turn(self, step, carry, skip)
+
+
+def walk_by_turn[Carry](seen: Any, step: Callable[[Index, Carry, bool], Carry], carry: Carry, skip: int = 0) -> Carry:
+    """`Visit.walk_by_turn` of anything that has `edges`, `has_edges` and `steps`."""
+    if seen.has_edges:
+        carry = lax.fori_loop(skip, seen.edges, lambda t, c: step(t, c, True), carry)
+    return lax.fori_loop(_max(seen.edges, skip), seen.steps, lambda t, c: step(t, c, False), carry)
 
 
 def visit(mask: Mask, rows: Span, columns: Span, block: int) -> Visit:

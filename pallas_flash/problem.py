@@ -1,7 +1,9 @@
 """Is it well posed? The frozen `Problem` that every room below speaks of, and all validation of what users pass."""
 
 import dataclasses
+import functools
 import math
+import operator
 import os
 from typing import Any
 
@@ -10,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from pallas_flash.masks import Band, Lengths
+from pallas_flash.masks import Band, Lengths, Mask
+from pallas_flash.patterns import Dense, MaskModifier, Modified, Segments
 from pallas_flash.plan import MosaicPlan, Plan
+from pallas_flash.survey import BlockMask
 
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
 FAR = 2**29
@@ -28,8 +32,9 @@ def _static() -> Any:
 class Problem:
     """An attention problem without its tensors: a pytree whose structure is static and hashable.
 
-    The batch axes are folded into one, of size `B`. The leaves are int32 or float32 arrays of shape [B], so that an
-    implementation can hand each program the scalars of its batch entry by indexing every leaf the same way.
+    The batch axes are folded into one, of size `B`. A leaf is an int32 or float32 array of shape [B], of which an
+    implementation hands each program the scalar of its batch entry, or an array [B or 1, N or 1, T or 1, S or 1] that
+    a mask reads by tiles.
 
     Attributes:
         mask: `masks.Mask`: which scores count, beyond the array bounds T and S.
@@ -78,8 +83,9 @@ class Problem:
 
 
 def pose(
-    query, key, value, *, scale, is_causal, query_seq_lengths, key_value_seq_lengths, local_window_size,
-    return_residual, implementation, query_offset, deterministic, precision, plan, interpret,
+    query, key, value, *, mask, scale, is_causal, query_seq_lengths, key_value_seq_lengths, local_window_size,
+    query_segment_ids, key_value_segment_ids, mask_modifiers, block_mask, return_residual, implementation,
+    query_offset, deterministic, precision, plan, interpret,
 ) -> tuple[Problem, tuple[int, ...]]:  # fmt: skip
     """Validates a call of `flash_attention`; returns the problem and its batch axes. Raises as documented there."""
     batch, sizes = _sizes(query, key, value)
@@ -106,11 +112,13 @@ def pose(
         )
     static_scale, traced_scale = _scale(scale, sizes["H"], batch, query.dtype)
     lengths = Lengths(
-        _per_batch("query_seq_lengths", query_seq_lengths, batch, sizes["T"]),
-        _per_batch("key_value_seq_lengths", key_value_seq_lengths, batch, sizes["S"]),
+        per_batch("query_seq_lengths", query_seq_lengths, batch, sizes["T"]),
+        per_batch("key_value_seq_lengths", key_value_seq_lengths, batch, sizes["S"]),
     )
+    band = _band(bool(is_causal), local_window_size, query_offset, batch)
+    read = _patterns(batch, sizes, mask, query_segment_ids, key_value_segment_ids, mask_modifiers, block_mask)
     problem = Problem(
-        mask=lengths & _band(bool(is_causal), local_window_size, query_offset, batch),
+        mask=functools.reduce(operator.and_, read, lengths & band),
         scale=traced_scale,
         static_scale=static_scale,
         B=math.prod(batch),
@@ -197,10 +205,10 @@ def _band(is_causal: bool, window: Any, offset: Any, batch: tuple[int, ...]) -> 
         hi = 0 if hi is None else min(hi, 0)
     shift = int(offset) if isinstance(offset, int | np.integer) and not isinstance(offset, bool) else None
     lo, hi = (None if edge is None else max(-FAR, min(edge + (shift or 0), FAR)) for edge in (lo, hi))
-    return Band(lo, hi, _per_batch("query_offset", offset, batch) if shift is None else None)
+    return Band(lo, hi, per_batch("query_offset", offset, batch) if shift is None else None)
 
 
-def _per_batch(name: str, values: Any, batch: tuple[int, ...], limit: int | None = None) -> Array | None:
+def per_batch(name: str, values: Any, batch: tuple[int, ...], limit: int | None = None) -> Array | None:
     """int32 [B] from an integer scalar or array that broadcasts to the batch axes, clipped to 0 … limit or ±FAR."""
     if values is None and limit is not None:
         return None
@@ -225,6 +233,113 @@ def _per_batch(name: str, values: Any, batch: tuple[int, ...], limit: int | None
             f"{name}: expected shape {batch}, the batch axes of query, or one that broadcasts to it, "
             f"got {values.shape}; pass one int32 per batch entry"
         ) from None
+
+
+def _patterns(
+    batch: tuple[int, ...], sizes: dict[str, int], mask, query_segment_ids, key_value_segment_ids, mask_modifiers,
+    block_mask,
+) -> list[Mask]:  # fmt: skip
+    """The masks that read arrays, from what the user passed for them."""
+    axes = {"B": math.prod(batch), **{letter: sizes[letter] for letter in "NTS"}}
+    found: list[Mask] = _segments(query_segment_ids, key_value_segment_ids, batch, axes)
+    surveyed: list[Mask] = []
+    if mask is not None:
+        surveyed.append(Dense(_operand("mask", array("mask", mask, "boolean"), "BNTS", batch, axes)))
+    if not isinstance(mask_modifiers, tuple | list):
+        raise TypeError(
+            f"mask_modifiers: expected a tuple of functions, got {_describe(mask_modifiers)}; for one, pass (function,)"
+        )
+    surveyed += [_modified(each, batch, axes) for each in mask_modifiers]
+    if block_mask is None:
+        return found + surveyed
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(
+            f"block_mask: expected what pallas_flash.block_mask returns, got {_describe(block_mask)}; "
+            "None finds the blocks in each call"
+        )
+    if not surveyed:
+        raise ValueError(
+            "block_mask: expected a mask or mask_modifiers with it, got neither; it only tells which of their blocks "
+            "to visit, so pass them too"
+        )
+    if axes["T"] != block_mask.T or axes["S"] != block_mask.S:
+        raise ValueError(
+            f"block_mask: expected one for {axes['T']} queries and {axes['S']} keys, got one for {block_mask.T} and "
+            f"{block_mask.S}; make one for these lengths with pallas_flash.block_mask"
+        )
+    for axis, letter in enumerate("BN"):
+        if block_mask.cells.shape[axis] not in (1, axes[letter]):
+            raise ValueError(
+                f"block_mask: expected 1 or {axes[letter]} along {letter}, got {block_mask.cells.shape[axis]}; "
+                "make one for this batch and these heads"
+            )
+    return [*found, block_mask & functools.reduce(operator.and_, surveyed)]
+
+
+def _segments(query_ids, key_ids, batch: tuple[int, ...], axes: dict[str, int]) -> list[Mask]:
+    if query_ids is None and key_ids is None:
+        return []
+    for name, given, other, size in (
+        ("query_segment_ids", query_ids, "key_value_segment_ids", "T"),
+        ("key_value_segment_ids", key_ids, "query_segment_ids", "S"),
+    ):
+        if given is None:
+            raise ValueError(
+                f"{name}: expected integers [*B, {size}] beside {other}, got None; pass both, the same for "
+                "self-attention"
+            )
+    arrays = [
+        _operand(name, array(name, ids, "integer"), "B" + size, batch, axes)
+        for name, ids, size in (("query_segment_ids", query_ids, "T"), ("key_value_segment_ids", key_ids, "S"))
+    ]
+    q_ids, k_ids = (x.astype(jnp.int32) for x in arrays)
+    return [Segments(q_ids, k_ids, shared=query_ids is key_ids)]
+
+
+def _modified(modifier, batch: tuple[int, ...], axes: dict[str, int]) -> Mask:
+    if not isinstance(modifier, MaskModifier):
+        modifier = MaskModifier(modifier)
+    operands = []
+    for i, (operand, letters) in enumerate(zip(modifier.operands, modifier.axes, strict=True)):
+        name = f"mask_modifiers: operand {i} of {modifier.name}"
+        operands.append(lax.stop_gradient(_operand(name, array(name, operand), letters, batch, axes)))
+    return Modified(modifier.function, tuple(operands), tuple(x.dtype == bool for x in operands))
+
+
+def array(name: str, x: Any, kind: str = "") -> Array:
+    """`x` as JAX sees it (float64 is float32 unless x64 is enabled), of a "boolean", an "integer" or any dtype."""
+    try:
+        x = jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name}: expected an array, got {type(x).__name__}; convert it with jnp.asarray") from error
+    if kind == "boolean" and x.dtype != bool:
+        raise TypeError(
+            f"{name}: expected dtype bool (True = attend), got {x.dtype}; compare it, e.g. mask != 0; "
+            "numbers to add to the scores are a bias"
+        )
+    if kind == "integer" and not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name}: expected an integer dtype, got {x.dtype}; count tokens and number segments")
+    return x
+
+
+def _operand(name: str, x: Array, letters: str, batch: tuple[int, ...], axes: dict[str, int]) -> Array:
+    """[B or 1, N or 1, T or 1, S or 1] from an array that broadcasts to the axes of `letters`."""
+    batch = batch if "B" in letters else ()
+    shape = (*batch, *(axes[letter] for letter in letters if letter != "B"))
+    try:
+        if x.ndim > len(shape) or jnp.broadcast_shapes(x.shape, shape) != shape:
+            raise ValueError
+    except ValueError:
+        raise ValueError(
+            f"{name}: expected a shape that broadcasts to {shape}, the axes {letters}, got {x.shape}; "
+            "size 1 broadcasts an axis"
+        ) from None
+    x = x.reshape(*[1] * (len(shape) - x.ndim), *x.shape)
+    if math.prod(x.shape[: len(batch)]) > 1:
+        x = jnp.broadcast_to(x, (*batch, *x.shape[len(batch) :]))
+    sizes = {"B": math.prod(x.shape[: len(batch)])}
+    sizes |= dict(zip(letters.removeprefix("B"), x.shape[len(batch) :], strict=True))
+    return x.reshape([sizes.get(letter, 1) for letter in "BNTS"])
 
 
 def _precision(precision) -> lax.Precision:

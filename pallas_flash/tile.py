@@ -1,6 +1,7 @@
 """Where am I? The global indices of the scores that a piece of code holds."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -14,10 +15,17 @@ class Tile(NamedTuple):
     Attributes:
         q_ids: int32, [block_q, 1], or [1, block_q] in a transposed tile. Index of the query in its sequence.
         k_ids: int32, [1, block_k], or [block_k, 1] in a transposed tile. Index of the key in its sequence.
+        batch: int32, broadcastable to the tile: batch entry, the batch axes folded into one.
+        head: int32, broadcastable to the tile: query head.
+        read: Of an array, [B or 1, N or 1, T or 1, S or 1] or a reference to one: its part for this tile, broadcastable
+            to it. Inside a kernel it loads.
     """
 
     q_ids: Array
     k_ids: Array
+    batch: Any = 0
+    head: Any = 0
+    read: Callable[[Any], Array] = lambda array: array
 
     @classmethod
     def at(cls, q_start, block_q: int, k_start, block_k: int, transposed: bool = False) -> "Tile":

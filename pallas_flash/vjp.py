@@ -47,9 +47,13 @@ def _backward(residuals, cotangents):
     rows = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), -1)
     delta = jnp.swapaxes(rows, 1, 2) - dlse  # eq. 15
     dq, dk, dv, d_scale = _gradients(problem, q, k, v, lse, do, delta)
-    # float0 for the integers of the mask; they have no gradient.
-    mask = jax.tree.map(lambda leaf: np.zeros(leaf.shape, jax.dtypes.float0), problem.mask)
+    mask = jax.tree.map(_zero, problem.mask)  # its arrays have none, as `pose` said to JAX
     return dataclasses.replace(problem, mask=mask, scale=d_scale), dq, dk, dv
+
+
+def _zero(leaf):
+    """A cotangent of 0; JAX wants float0 for integers and booleans."""
+    return jnp.zeros_like(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else np.zeros(leaf.shape, jax.dtypes.float0)
 
 
 _recomputing.defvjp(_forward, _backward)

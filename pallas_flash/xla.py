@@ -4,6 +4,7 @@ Queries go through one block at a time, and every block is rematerialised in the
 holds more than one block of scores per head (Rabe & Staats, arXiv:2112.05682).
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -11,8 +12,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from pallas_flash import masks, softmax
-from pallas_flash.masks import Lengths, Span
+from pallas_flash import masks, patterns, softmax
+from pallas_flash.masks import Cells, Lengths
 from pallas_flash.problem import Problem
 from pallas_flash.tile import Tile
 
@@ -33,13 +34,21 @@ def forward(
     """Output in q's dtype and natural log-sum-exp, float32 (float64 for float64 inputs)."""
     B, T, K, G = problem.B, problem.T, problem.K, problem.G
     block_q, block_k = min(BLOCK, T), min(BLOCK, problem.S)
+    cells = Cells(B, problem.N, T, problem.S, block_q, block_k)
+    needed = jnp.any(patterns.found(problem.mask, cells) != masks.NONE, (0, 1))  # by any batch entry and head
+    queries, keys = problem.mask.participants(cells)
+    q, k, v = (
+        x if part is None else jnp.where(part[..., None, None], x, 0)
+        for x, part in ((q, queries), (k, keys), (v, keys))
+    )
+    problem = dataclasses.replace(problem, mask=jax.tree.map(functools.partial(_operand, cells), problem.mask))
     # In float32 (tf32 on tensor cores, which holds bfloat16 and float16 exactly), so that gradients are summed in it.
     q, k, v = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (q, k, v))
     # [blocks, B, K, G, block_q, H] and [blocks, B, K, 1, block_k, H]
     q_blocks = jnp.moveaxis(_blocks(q, block_q).reshape(B, -1, block_q, K, G, problem.H), (1, 3, 4), (0, 2, 3))
     k_blocks, v_blocks = (jnp.moveaxis(_blocks(x, block_k)[..., None, :], (1, 3, 4), (0, 2, 3)) for x in (k, v))
     rows = _rematerialised_if(len(q_blocks) > 1, functools.partial(_rows, problem, k_blocks, v_blocks))
-    numbered = (jnp.arange(len(q_blocks), dtype=jnp.int32), q_blocks)
+    numbered = (jnp.arange(len(q_blocks), dtype=jnp.int32), needed, q_blocks)
     _, (o, lse) = lax.scan(lambda _, block: (None, rows(*block)), None, numbered)
     # [blocks, B, K, G, block_q, ...] → [B, T, N, Hv] and [B, N, T]
     o = jnp.moveaxis(o, (0, 4), (1, 2)).reshape(B, -1, problem.N, problem.Hv)[:, :T]
@@ -58,12 +67,34 @@ def _rematerialised_if(several: bool, f):
     return jax.checkpoint(f, prevent_cse=False) if several else f
 
 
-def _rows(problem: Problem, k_blocks: Array, v_blocks: Array, i: Array, q: Array) -> tuple[Array, Array]:
-    """Output [B, K, G, block_q, Hv] and log-sum-exp [B, K, G, block_q] of one block of queries."""
+def _operand(cells: Cells, leaf: Array) -> Array:
+    """An array of the mask that reaches to the end of the last block."""
+    if leaf.ndim == 1:
+        return leaf
+    blocks = zip(leaf.shape[2:], (cells.block_q, cells.block_k), strict=True)
+    return jnp.pad(leaf, ((0, 0), (0, 0), *((0, -n % block if n > 1 else 0) for n, block in blocks)))
+
+
+def _tile(problem: Problem, i: Array, block_q: int, j: Array, block_k: int) -> Tile:
+    """The tile of all batch entries and heads, [B, K, G, block_q, block_k], of one block of queries and one of keys."""
+
+    def read(array: Array) -> Array:
+        for axis, start, block in ((2, i, block_q), (3, j, block_k)):
+            if array.shape[axis] > 1:
+                array = lax.dynamic_slice_in_dim(array, start * block, block, axis)
+        B, N, *rest = array.shape
+        return array.reshape(B, *((problem.K, problem.G) if N > 1 else (1, 1)), *rest)
+
+    batch = jnp.arange(problem.B, dtype=jnp.int32).reshape(-1, 1, 1, 1, 1)
+    head = jnp.arange(problem.N, dtype=jnp.int32).reshape(problem.K, problem.G, 1, 1)
+    return Tile.at(i * block_q, block_q, j * block_k, block_k)._replace(batch=batch, head=head, read=read)
+
+
+def _rows(problem: Problem, k_blocks: Array, v_blocks: Array, i: Array, needed: Array, q: Array) -> tuple[Array, Array]:
+    """Output [B, K, G, block_q, Hv] and log-sum-exp [B, K, G, block_q] of one block of queries, from needed blocks."""
     block_q, block_k = q.shape[-2], k_blocks.shape[-2]
-    problem = jax.tree.map(lambda leaf: leaf.reshape(-1, 1, 1, 1, 1), problem)
+    problem = jax.tree.map(lambda leaf: leaf.reshape(-1, 1, 1, 1, 1) if leaf.ndim == 1 else leaf, problem)
     mask = Lengths(problem.T, problem.S) & problem.mask
-    seen = masks.visit(mask, Span(i * block_q, (i + 1) * block_q), Span(0, problem.S), block_k)
     queries, keys = masks.used(mask, problem.T, problem.S)
     c = problem.any_scale * softmax.LOG2E
     dot = functools.partial(jnp.einsum, precision=problem.precision if problem.dtype == "float32" else None)
@@ -72,19 +103,18 @@ def _rows(problem: Problem, k_blocks: Array, v_blocks: Array, i: Array, q: Array
     def step(run: softmax.Running, j: Array, k: Array, v: Array) -> softmax.Running:
         inside = keys.holds(_ids(j, block_k))  # what is stored elsewhere, NaN included, counts as 0
         k, v = (jnp.where(inside, x, 0)[:, :, 0] for x in (k, v))
-        keep = mask.keep(Tile.at(i * block_q, block_q, j * block_k, block_k))
+        keep = mask.keep(_tile(problem, i, block_q, j, block_k))
         s2 = softmax.masked(dot("bkgqh,bksh->bkgqs", q, k) * c, keep)
         return softmax.update(run, s2, 1.0, lambda p: dot("bkgqs,bksh->bkgqh", p, v))
 
     step = _rematerialised_if(len(k_blocks) > 1, step)
 
-    def step_if_seen(run: softmax.Running, block) -> tuple[softmax.Running, None]:
-        needed = jnp.any((seen.start <= block[0]) & (block[0] < seen.end))  # by any batch entry
-        return lax.cond(needed, lambda: step(run, *block), lambda: run), None
+    def step_if_needed(run: softmax.Running, block) -> tuple[softmax.Running, None]:
+        return lax.cond(needed[block[0]], lambda: step(run, *block), lambda: run), None
 
     columns = jnp.arange(len(k_blocks), dtype=jnp.int32)
     run = softmax.start(q.shape[:-1], problem.Hv, q.dtype)
-    run, _ = lax.scan(step_if_seen, run, (columns, k_blocks, v_blocks))
+    run, _ = lax.scan(step_if_needed, run, (columns, k_blocks, v_blocks))
     return softmax.finish(run)
 
 

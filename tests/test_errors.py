@@ -514,9 +514,7 @@ def test_mosaic_takes_any_head_dim(deterministic):
     for width, width_v, is_causal, t in itertools.product(widths, widths, (False, True), (1, 100, 4096)):
         tensors = shapes(jnp.bfloat16, t, width) | {"value": shapes(jnp.bfloat16, t, width_v)["value"]}
         with device("NVIDIA H200"):
-            choice = explain(
-                **tensors, is_causal=is_causal, deterministic=deterministic, implementation="mosaic_gpu"
-            )
+            choice = explain(**tensors, is_causal=is_causal, deterministic=deterministic, implementation="mosaic_gpu")
         assert (choice.implementation, dict(choice.refusals)) == ("mosaic_gpu", {})
         assert (choice.plan.backward is None) == (max(width, width_v) > 128)
 

@@ -7,6 +7,7 @@ from jax import Array
 from jaxtyping import Float
 
 from pallas_flash import softmax
+from pallas_flash.kernels import clean
 from pallas_flash.kernels.mosaic_gpu import operands
 from pallas_flash.kernels.mosaic_gpu.backward_alone import DK, DQ, DV, alone
 from pallas_flash.kernels.mosaic_gpu.backward_together import CONSUMERS, together
@@ -27,11 +28,11 @@ def backward(
     plan = problem.plan
     # Of two consumers, each computes half of dq, by columns where the tile has no rows for both.
     boxes = CONSUMERS if plan.backward and plan.backward.block_q == GROUP_ROWS else 1
-    vectors = operands.vectors(softmax.base2_lse(lse), operands.queries(problem, delta, axis=2))
-    q = operands.queries(problem, q)
+    vectors = operands.vectors(softmax.base2_lse(lse), clean.queries(problem, delta, axis=2))
+    q = clean.queries(problem, q)
     q_seen = operands.padded(operands.with_sign(problem, q), boxes)
-    k_seen = operands.padded(operands.keys(problem, k), boxes)
-    v_seen, do_seen = map(operands.padded, (operands.keys(problem, v), operands.queries(problem, do)))
+    k_seen = operands.padded(clean.keys(problem, k), boxes)
+    v_seen, do_seen = map(operands.padded, (clean.keys(problem, v), clean.queries(problem, do)))
     seen = dataclasses.replace(problem, H=q_seen.shape[-1], Hv=v_seen.shape[-1])
     tensors = q_seen, k_seen, v_seen, do_seen, vectors
     if plan.backward is None:

@@ -6,6 +6,7 @@ products for dv and dk from registers; for dq they pass through shared memory, a
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -156,8 +157,8 @@ def together(problem: Problem, blocks: MosaicBlocks, tensors: tuple[Array, ...])
     return sums[0][...], dk, dv
 
 
-def _part(problem: Problem, block_q: int, w: int) -> tuple[pl.Slice, pl.Slice]:
-    """Rows and columns of a block of dq that consumer w computes: half the rows of 128 queries, else half the columns."""
+def _part(problem: Problem, block_q: int, w: int) -> tuple[Any, Any]:
+    """What consumer w computes of a block of dq: of 128 queries half the rows, else half the columns."""
     if block_q > GROUP_ROWS:
         return pl.ds(w * GROUP_ROWS, GROUP_ROWS), pl.ds(0, problem.H)
     return pl.ds(0, block_q), pl.ds(w * problem.H // CONSUMERS, problem.H // CONSUMERS)

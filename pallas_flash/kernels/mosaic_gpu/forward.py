@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Float
 
 from pallas_flash import masks, softmax
+from pallas_flash.kernels import clean
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.kernels.mosaic_gpu import operands, pipeline
 from pallas_flash.kernels.mosaic_gpu.pipeline import FAST, GROUP_ROWS, Ring
@@ -98,7 +99,7 @@ def forward(
     """Output in q's dtype and natural log-sum-exp in float32."""
     blocks, dtype = problem.plan.forward, q.dtype
     # What q and k hold where they take no part reaches only scores that do not count, and outputs that are not stored.
-    q, k, v = map(operands.padded, (operands.with_sign(problem, q), k, operands.keys(problem, v)))
+    q, k, v = map(operands.padded, (operands.with_sign(problem, q), k, clean.keys(problem, v)))
     seen = dataclasses.replace(problem, H=q.shape[-1], Hv=v.shape[-1])
     tiles, consumers = pl.cdiv(problem.T, blocks.block_q), blocks.block_q // GROUP_ROWS
     grid = Grid.of(problem.B, problem.N, tiles, blocks.head_group, problem.mask)

@@ -1,13 +1,11 @@
 """Which problems do these kernels take, and what do they see of the arrays? Plain JAX around the kernels."""
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_flash import masks, softmax
 from pallas_flash import plan as plans
+from pallas_flash import softmax
 from pallas_flash.kernels import device
-from pallas_flash.masks import Span
 from pallas_flash.plan import MosaicPlan, Plan
 from pallas_flash.problem import Problem
 
@@ -41,7 +39,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 def deferral(problem: Problem) -> str | None:
-    """Why Triton's kernels are faster: short sequences cost more to pad than these kernels gain (docs/performance.md)."""
+    """Why Triton's kernels are faster: to pad short sequences costs more than these kernels gain."""
     for name, length in (("query", problem.T), ("key", problem.S)):
         if length % LENGTH and length < WORTH_PADDING:
             return (
@@ -59,24 +57,6 @@ def padded(x: Array, boxes: int = 1) -> Array:
     """[B, L, n, d] with zeros up to a length and a width that TMA can move; the latter whole `boxes` at a time."""
     length, width = x.shape[1], x.shape[3]
     return jnp.pad(x, ((0, 0), (0, -length % LENGTH), (0, 0), (0, plans.whole(width, boxes) - width)))
-
-
-def queries(problem: Problem, x: Array, axis: int = 1) -> Array:
-    """An array over queries along `axis`, and the batch, with 0 where one takes no part, whatever it holds there."""
-    return _inside(problem, x, 0, axis)
-
-
-def keys(problem: Problem, x: Array) -> Array:
-    """[B, S, K, *] with 0 where a key takes no part, whatever it holds there."""
-    return _inside(problem, x, 1, 1)
-
-
-def _inside(problem: Problem, x: Array, side: int, axis: int) -> Array:
-    per_batch = jax.tree.map(lambda leaf: leaf.reshape(-1, *[1] * (x.ndim - 1)), problem.mask)
-    inside: Span = masks.used(per_batch, problem.T, problem.S)[side]
-    if inside.is_whole(x.shape[axis]):
-        return x
-    return jnp.where(inside.holds(lax.broadcasted_iota(jnp.int32, (1, *x.shape[1:]), axis)), x, 0)
 
 
 def with_sign(problem: Problem, q: Array) -> Array:

@@ -375,7 +375,9 @@ def call(
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(
             # What its barriers around each store and copy would guard is guarded above, where it needs to be.
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=512
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=512,
         ),
     )
     with jax.enable_x64(False):  # Python's integers are int32 in a kernel, whatever they are around it

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from pallas_flash import masks, softmax
+from pallas_flash import lists, masks, softmax
+from pallas_flash.kernels import clean
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.kernels.triton import launch
 from pallas_flash.kernels.triton.launch import Layouts
 from pallas_flash.masks import Span
 from pallas_flash.plan import Blocks
 from pallas_flash.problem import Problem
-from pallas_flash.tile import Tile
 
 
 def flash_dq(
@@ -24,10 +24,11 @@ def flash_dq(
     """Kernel body: dq of one tile of queries, and for a traced scale its gradient by query."""
     layouts = Layouts.of_query_heads(problem, blocks)
     block_q, block_k = blocks.block_q, blocks.block_k
-    first = launch.row_tile(grid) * block_q
+    b, head, i = launch.place(grid)
+    first = i * block_q
     mask = launch.bounded(problem, blocks)
     queries, keys = masks.used(mask, problem.T, problem.S)
-    seen = masks.visit(mask, Span(first, first + block_q), Span(0, problem.S), block_k)
+    seen = lists.visit(mask, Span(first, first + block_q), Span(0, problem.S), block_k, (b, head, i))
     sign, c = softmax.base2(problem.any_scale)
     fast = launch.elementary(problem)
 
@@ -40,7 +41,7 @@ def flash_dq(
         inside = keys if edge else None
         k = layouts.k.load(k_ref, j * block_k, inside)
         v = layouts.v.load(v_ref, j * block_k, inside)
-        keep = mask.keep(Tile.at(first, block_q, j * block_k, block_k)) if edge else None
+        keep = mask.keep(launch.tile(blocks, b, head, first, j * block_k)) if edge else None
         s = softmax.masked(launch.dot(problem, q, k, trans_b=True), keep)
         p = softmax.recompute(s, c, lse2, fast)
         ds = softmax.d_score(p, launch.dot(problem, do, v, trans_b=True), delta)
@@ -58,35 +59,37 @@ def flash_dkv(
     """Kernel body: dk and dv of one tile of keys, summed over a group of query heads (eq. 20); transposed."""
     layouts = Layouts.of_key_heads(problem, blocks)
     block_q, block_k = blocks.block_q, blocks.block_k
-    first = launch.row_tile(grid) * block_k
+    b, kv_head, j = launch.place(grid)
+    first = j * block_k
     mask = launch.bounded(problem, blocks)
     queries, keys = masks.used(mask, problem.T, problem.S)
-    seen = masks.visit(mask.T, Span(first, first + block_k), Span(0, problem.T), block_q)
     sign, c = softmax.base2(problem.any_scale)
     fast = launch.elementary(problem)
 
     k = softmax.signed(sign, layouts.k.load(k_ref, first, keys))
     v = layouts.v.load(v_ref, first, keys)
 
-    def step(i, grads: tuple[Array, Array], edge: bool, g) -> tuple[Array, Array]:
+    def step(i, grads: tuple[Array, Array], edge: bool, g, head) -> tuple[Array, Array]:
         dk, dv = grads
         inside = queries if edge else None
         q = layouts.q.load(q_ref, i * block_q, inside, g)
         do = layouts.o.load(do_ref, i * block_q, inside, g)
         lse2 = layouts.row.load(lse2_ref, i * block_q, inside, g)[None, :]
         delta = layouts.row.load(delta_ref, i * block_q, inside, g)[None, :]
-        keep = mask.keep(Tile.at(i * block_q, block_q, first, block_k, transposed=True)) if edge else None
+        keep = mask.keep(launch.tile(blocks, b, head, i * block_q, first, transposed=True)) if edge else None
         sT = softmax.masked(launch.dot(problem, k, q, trans_b=True), keep)
         pT = softmax.recompute(sT, c, lse2, fast)
         dv = dv + launch.dot(problem, pT.astype(do.dtype), do)  # eq. 13
         dsT = softmax.d_score(pT, launch.dot(problem, v, do, trans_b=True), delta)
         return dk + launch.dot(problem, dsT.astype(q.dtype), q), dv  # eq. 18
 
-    def head(g, grads):
-        return seen.walk(lambda i, carry, edge: step(i, carry, edge, g), grads)
+    def of_head(g, grads):
+        head = kv_head * problem.G + g
+        seen = lists.visit(mask.T, Span(first, first + block_k), Span(0, problem.T), block_q, (b, head, j))
+        return seen.walk(lambda i, carry, edge: step(i, carry, edge, g, head), grads)
 
     zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    dk, dv = head(0, zeros) if problem.G == 1 else lax.fori_loop(0, problem.G, head, zeros)
+    dk, dv = of_head(0, zeros) if problem.G == 1 else lax.fori_loop(0, problem.G, of_head, zeros)
     layouts.k.store(dk_ref, first, dk * problem.any_scale)
     layouts.v.store(dv_ref, first, dv)
 
@@ -101,21 +104,26 @@ def backward(
     delta: Float[Array, "B N T"],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K Hv"], Float[Array, " B"] | None]:
     """dq, dk, dv and the gradient of a traced scale."""
+    if problem.mask.reads:
+        q, do, delta = (clean.queries(problem, x, axis) for x, axis in ((q, 1), (do, 1), (delta, 2)))
+        k, v = clean.keys(problem, k), clean.keys(problem, v)
     tensors = (q, k, v, do, softmax.base2_lse(lse), delta)
 
     blocks = problem.plan.dq
+    seen = lists.listed(problem, blocks.block_q, blocks.block_k, by_query=True)
     layouts = Layouts.of_query_heads(problem, blocks)
     grid = Grid.of(problem.B, problem.N, layouts.q.tiles, blocks.head_group, problem.mask)
     operands = list(zip(tensors, (*layouts, layouts.row), strict=True))
     outputs = [(_like(q), layouts.q)] + ([] if problem.scale is None else [(_like(lse), layouts.row)])
-    dq, *d_scale = launch.call(flash_dq, problem, grid, blocks, operands, outputs)
+    dq, *d_scale = launch.call(flash_dq, seen, grid, blocks, operands, outputs)
 
     blocks = problem.plan.dkv
+    seen = lists.listed(problem, blocks.block_q, blocks.block_k, by_query=False)
     layouts = Layouts.of_key_heads(problem, blocks)
     grid = Grid.of(problem.B, problem.K, layouts.k.tiles, blocks.head_group, problem.mask.T)
     operands = list(zip(tensors, (*layouts, layouts.row), strict=True))
     outputs = [(_like(k), layouts.k), (_like(v), layouts.v)]
-    dk, dv = launch.call(flash_dkv, problem, grid, blocks, operands, outputs)
+    dk, dv = launch.call(flash_dkv, seen, grid, blocks, operands, outputs)
     return dq, dk, dv, jnp.sum(d_scale[0], (1, 2)) if d_scale else None
 
 

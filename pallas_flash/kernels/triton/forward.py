@@ -5,24 +5,25 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from pallas_flash import masks, softmax
+from pallas_flash import lists, masks, softmax
+from pallas_flash.kernels import clean
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.kernels.triton import launch
 from pallas_flash.kernels.triton.launch import Layouts
 from pallas_flash.masks import Span
 from pallas_flash.plan import Blocks
 from pallas_flash.problem import Problem
-from pallas_flash.tile import Tile
 
 
 def flash_forward(q_ref, k_ref, v_ref, o_ref, lse_ref, *, problem: Problem, grid: Grid, blocks: Blocks):
     """Kernel body: output and log-sum-exp of one tile of queries (FlashAttention-2, algorithm 1)."""
     layouts = Layouts.of_query_heads(problem, blocks)
     block_q, block_k = blocks.block_q, blocks.block_k
-    first = launch.row_tile(grid) * block_q
+    b, head, i = launch.place(grid)
+    first = i * block_q
     mask = launch.bounded(problem, blocks)
     queries, keys = masks.used(mask, problem.T, problem.S)
-    seen = masks.visit(mask, Span(first, first + block_q), Span(0, problem.S), block_k)
+    seen = lists.visit(mask, Span(first, first + block_q), Span(0, problem.S), block_k, (b, head, i))
     sign, c = softmax.base2(problem.any_scale)
     fast = launch.elementary(problem)
 
@@ -32,7 +33,7 @@ def flash_forward(q_ref, k_ref, v_ref, o_ref, lse_ref, *, problem: Problem, grid
         inside = keys if edge else None
         k = layouts.k.load(k_ref, j * block_k, inside)
         v = layouts.v.load(v_ref, j * block_k, inside)
-        keep = mask.keep(Tile.at(first, block_q, j * block_k, block_k)) if edge else None
+        keep = mask.keep(launch.tile(blocks, b, head, first, j * block_k)) if edge else None
         s = softmax.masked(launch.dot(problem, q, k, trans_b=True), keep)
         return softmax.update(run, s, c, lambda p: launch.dot(problem, p.astype(v.dtype), v), fast)
 
@@ -47,6 +48,9 @@ def forward(
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
     """Output in q's dtype and natural log-sum-exp in float32."""
     blocks = problem.plan.forward
+    if problem.mask.reads:
+        v = clean.keys(problem, v)
+        problem = lists.listed(problem, blocks.block_q, blocks.block_k, by_query=True)
     layouts = Layouts.of_query_heads(problem, blocks)
     grid = Grid.of(problem.B, problem.N, layouts.q.tiles, blocks.head_group, problem.mask)
     o = jax.ShapeDtypeStruct((*q.shape[:-1], problem.Hv), q.dtype)

@@ -21,11 +21,12 @@ from jax.typing import ArrayLike
 from pallas_flash import plan as plans
 from pallas_flash.kernels import device
 from pallas_flash.kernels.grid import Grid
+from pallas_flash.lists import Listed
 from pallas_flash.masks import Lengths, Mask, Span
 from pallas_flash.plan import Blocks, Plan, padded
 from pallas_flash.problem import Problem
 from pallas_flash.softmax import PLAIN, Elementary
-from pallas_flash.tile import indices
+from pallas_flash.tile import Tile, indices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +75,25 @@ def _sizes(problem: Problem) -> plans.Sizes:
     return plans.Sizes(problem.T, problem.S, problem.H, problem.Hv, _dots(problem))
 
 
-def row_tile(grid: Grid) -> Array:
-    """Tile of rows of this program, inside a kernel."""
-    return grid.at(*(pl.program_id(axis) for axis in range(3)))[2]
+def place(grid: Grid) -> tuple[Array, Array, Array]:
+    """Batch entry, head and tile of rows of this program, inside a kernel."""
+    return grid.at(*(pl.program_id(axis) for axis in range(3)))
+
+
+def tile(blocks: Blocks, b, head, q_start, k_start, transposed: bool = False) -> Tile:
+    """The tile of scores of a query head from these indices on, which reads arrays where they are for it."""
+    zero = b * 0  # Pallas' interpret mode takes no Python integers beside slices
+
+    def read(ref) -> Array:
+        B, N, T, S = ref.shape
+        rows = pl.ds(q_start, blocks.block_q) if T > 1 else zero
+        columns = pl.ds(k_start, blocks.block_k) if S > 1 else zero
+        x = plt.load(ref.at[b if B > 1 else zero, head if N > 1 else zero, rows, columns])
+        if x.ndim == 2:
+            return x.T if transposed else x
+        return x if x.ndim == 0 else jnp.expand_dims(x, int((T > 1) != transposed))
+
+    return Tile.at(q_start, blocks.block_q, k_start, blocks.block_k, transposed)._replace(batch=b, head=head, read=read)
 
 
 class Sequence(NamedTuple):
@@ -188,6 +205,8 @@ class Layouts(NamedTuple):
 
 def bounded(problem: Problem, blocks: Blocks) -> Mask:
     """The problem's mask and the ends of the arrays, where tiles reach beyond them."""
+    if isinstance(problem.mask, Listed):
+        return problem.mask
     q_len = problem.T if problem.T % blocks.block_q else None
     k_len = problem.S if problem.S % blocks.block_k else None
     return Lengths(q_len, k_len) & problem.mask
@@ -200,19 +219,27 @@ Output = tuple[jax.ShapeDtypeStruct, Sequence]
 def call(
     kernel: Callable, problem: Problem, grid: Grid, blocks: Blocks, operands: list[Operand], outputs: list[Output]
 ):
-    """Launches `kernel(*operand_refs, *output_refs, problem=, grid=, blocks=)`; in it, leaves are scalars."""
+    """Launches `kernel(*operand_refs, *output_refs, problem=, grid=, blocks=)`.
+
+    In it, leaves of the problem are scalars, those of the program's batch entry, or references to what is no vector.
+    """
     leaves, structure = jax.tree.flatten(problem)
 
     def body(*refs):
-        scalars = [ref[...] for ref in refs[: len(leaves)]]
-        kernel(*refs[len(leaves) :], problem=structure.unflatten(scalars), grid=grid, blocks=blocks)
+        parts = [ref if ref.ndim else ref[...] for ref in refs[: len(leaves)]]
+        kernel(*refs[len(leaves) :], problem=structure.unflatten(parts), grid=grid, blocks=blocks)
 
     body.__name__ = body.__qualname__ = kernel.__name__
-    leaf_spec = pl.BlockSpec((None,), lambda x, y, z: grid.at(x, y, z)[:1])
+
+    def leaf_spec(leaf: Array) -> pl.BlockSpec:
+        if leaf.ndim == 1:
+            return pl.BlockSpec((None,), lambda x, y, z: grid.at(x, y, z)[:1])
+        return pl.BlockSpec(leaf.shape, lambda x, y, z: (0,) * leaf.ndim)
+
     return pl.pallas_call(
         body,
         grid=grid.shape,
-        in_specs=[leaf_spec] * len(leaves) + [layout.spec(grid) for _, layout in operands],
+        in_specs=[*map(leaf_spec, leaves)] + [layout.spec(grid) for _, layout in operands],
         out_specs=[layout.spec(grid) for _, layout in outputs],
         out_shape=[shape for shape, _ in outputs],
         interpret=problem.interpret,

@@ -1,0 +1,129 @@
+"""Which blocks to visit, where arrays decide: lists made in plain JAX before a kernel starts, and walked inside it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_flash import masks, patterns
+from pallas_flash.masks import ALL, NONE, SOME, Carry, Cells, Index, Leaf, Lengths, Mask, Span, Visit
+from pallas_flash.problem import Problem
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Listed(Mask):
+    """A mask with the blocks to visit for each block of the rows of one kernel, which may be queries or keys.
+
+    Attributes:
+        mask: The mask, within the arrays' bounds if need be.
+        counts: int32 [B or 1, N or 1, rows, 2]: blocks that need `keep`, and blocks to visit in all.
+        order: int32 [B or 1, N or 1, rows, columns]: the blocks to visit, those that need `keep` first.
+        later: int32 [B or 1, N or 1, rows, columns]: how many later blocks of rows visit a column; None: not asked for.
+        q_len, k_len: Bounds of the arrays; None: blocks end where they do.
+    """
+
+    mask: Any
+    counts: Leaf
+    order: Leaf
+    later: Leaf
+    q_len: int | None = dataclasses.field(metadata={"static": True})
+    k_len: int | None = dataclasses.field(metadata={"static": True})
+
+    @property
+    def _bounded(self) -> Mask:
+        return Lengths(self.q_len, self.k_len) & self.mask
+
+    @property
+    def T(self) -> "Listed":
+        return self
+
+    @property
+    def grows(self) -> bool:
+        return self.mask.grows
+
+    def keep(self, tile) -> Array | None:
+        return self._bounded.keep(tile)
+
+    def narrow(self, rows: Span, columns: Span) -> tuple[Span, Span]:
+        return self._bounded.narrow(rows, columns)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ListedVisit:
+    """The blocks to visit for a block of rows, as `masks.Visit`.
+
+    Attributes:
+        edges: How many need `keep`; they come first.
+        steps: How many there are.
+        block: t → the t-th of them.
+    """
+
+    edges: Index
+    steps: Index
+    block: Callable[[Index], Index] = dataclasses.field(metadata={"static": True})
+
+    has_edges = True
+
+    def at_least_one(self) -> "ListedVisit":
+        """With one block where there is none, of which nothing is kept."""
+        empty = jnp.int32(self.steps == 0)
+        return dataclasses.replace(self, edges=self.edges + empty, steps=self.steps + empty)
+
+    def walk(self, step: Callable[[Index, Carry, bool], Carry], carry: Carry) -> Carry:
+        return self.walk_by_turn(lambda t, c, edge: step(self.block(t), c, edge), carry)
+
+    def walk_by_turn(self, step: Callable[[Index, Carry, bool], Carry], carry: Carry, skip: int = 0) -> Carry:
+        return masks.walk_by_turn(self, step, carry, skip)
+
+
+def listed(problem: Problem, block_q: int, block_k: int, by_query: bool, swapped: bool = False) -> Problem:
+    """The problem as a kernel takes it whose rows are queries (or keys): its mask is `Listed`, if it reads arrays.
+
+    These then reach to the end of the last block, and booleans are bytes; if `swapped`, keys come before queries.
+    """
+    if not problem.mask.reads:
+        return problem
+    cells = Cells(problem.B, problem.N, problem.T, problem.S, block_q, block_k)
+    bounds = [n if n % block else None for n, block in ((cells.T, block_q), (cells.S, block_k))]
+    status = patterns.found(problem.mask, cells)
+    status = status if by_query else jnp.swapaxes(status, 2, 3)
+    order = jnp.argsort(jnp.where(status == NONE, ALL + 1, status), axis=-1, stable=True).astype(jnp.int32)
+    counts = jnp.stack([jnp.sum(status == SOME, -1), jnp.sum(status != NONE, -1)], -1).astype(jnp.int32)
+    visited = (status != NONE).astype(jnp.int32)
+    later = lax.cumsum(visited, 2, reverse=True) - visited if problem.deterministic and not by_query else None
+
+    def prepared(leaf: Array) -> Array:
+        if leaf.ndim == 1:
+            return leaf
+        ends = ((0, -n % block if n > 1 else 0) for n, block in zip(leaf.shape[2:], (block_q, block_k), strict=True))
+        leaf = jnp.pad(leaf.astype(jnp.int8) if leaf.dtype == bool else leaf, ((0, 0), (0, 0), *ends))
+        return jnp.swapaxes(leaf, 2, 3) if swapped and 1 not in leaf.shape[2:] else leaf
+
+    mask = Listed(jax.tree.map(prepared, problem.mask), counts, order, later, *bounds)
+    return dataclasses.replace(problem, mask=mask)
+
+
+def visit(mask: Mask, rows: Span, columns: Span, block: int, place: tuple[Index, Index, Index]) -> Visit | ListedVisit:
+    """As `masks.visit`; `place` is batch entry, query head and number of the block of rows."""
+    if not isinstance(mask, Listed):
+        return masks.visit(mask, rows, columns, block)
+    edges, steps = (mask.counts[_at(mask.counts, place, n)] for n in range(2))
+    return ListedVisit(edges, steps, lambda t: mask.order[_at(mask.order, place, t)])
+
+
+def later(mask: Mask, rows: Span, S: int, block_k: int, place: tuple[Index, Index, Index], j: Index) -> Index:
+    """How many blocks of keys after the one at `place` visit the j-th block of queries, which are `rows`."""
+    if isinstance(mask, Listed):
+        return mask.later[_at(mask.later, place, j)]
+    return masks.visit(mask, rows, Span(0, S), block_k).end - 1 - place[2]
+
+
+def _at(array, place: tuple[Index, Index, Index], column: Index) -> tuple[Index, ...]:
+    """Index of an entry of [B or 1, N or 1, rows, columns]."""
+    b, n, i = place
+    return b if array.shape[0] > 1 else 0, n if array.shape[1] > 1 else 0, i, column

@@ -1,0 +1,296 @@
+"""Keep or not, by arrays: segments, intervals, dense masks and the user's own functions; and what was found out before.
+
+Their arrays are [B or 1, N or 1, T or 1, S or 1]; `keep` reads the part that belongs to a tile. Which cells to visit is
+worked out in plain JAX, outside the kernels (`status`).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_flash.masks import ALL, NONE, SOME, Cells, Leaf, Lengths, Mask, Span
+from pallas_flash.tile import Tile
+
+_FIRST_ID, _LAST_ID = -(2**31), 2**31 - 1
+
+
+class Pattern(Mask):
+    """What the masks of this file share. Tiles carry indices, so that `keep` serves both orientations."""
+
+    @property
+    def reads(self) -> bool:
+        return True
+
+    @property
+    def T(self) -> "Pattern":
+        return self
+
+    def narrow(self, rows: Span, columns: Span) -> tuple[Span, Span]:
+        return rows, columns
+
+    def every(self, rows: Span, columns: Span) -> Span:
+        del rows
+        return Span(columns.lo, columns.lo)
+
+    def status(self, cells: Cells) -> Array:
+        kept = _kept(self, cells)
+        some, every = jnp.any(kept, (3, 5)), jnp.all(kept, (3, 5))
+        return jnp.where(some, jnp.where(every, ALL, SOME), NONE)
+
+    def participants(self, cells: Cells) -> tuple[Array | None, Array | None]:
+        kept = _kept(self, cells)
+        queries, keys = jnp.any(kept, (1, 4, 5)), jnp.any(kept, (1, 2, 3))
+        return queries.reshape(len(queries), -1)[:, : cells.T], keys.reshape(len(keys), -1)[:, : cells.S]
+
+
+def found(mask: Mask, cells: Cells) -> Array:
+    """Status of the cells, broadcastable to [B, N, rows, columns], within the arrays' bounds."""
+    per_batch = jax.tree.map(lambda leaf: leaf.reshape(-1, 1, 1, 1) if leaf.ndim == 1 else leaf, mask)
+    status = (Lengths(*map(jnp.int32, (cells.T, cells.S))) & per_batch).status(cells)
+    return jnp.broadcast_to(status, (*status.shape[:2], *cells.shape))
+
+
+def _kept(mask: Mask, cells: Cells) -> Array:
+    """`keep` of all scores, broadcastable to [B, N, rows, block_q, columns, block_k]; False beyond T and S."""
+    rows, columns = cells.shape
+    q_ids = jnp.arange(rows * cells.block_q, dtype=jnp.int32).reshape(rows, -1, 1, 1)
+    k_ids = jnp.arange(columns * cells.block_k, dtype=jnp.int32).reshape(columns, -1)
+
+    def read(array: Array) -> Array:
+        B, N, T, S = array.shape
+        padding = [
+            (0, 0),
+            (0, 0),
+            *((0, -n % block if n > 1 else 0) for n, block in ((T, cells.block_q), (S, cells.block_k))),
+        ]
+        array = jnp.pad(array, padding)
+        split = (*((rows, cells.block_q) if T > 1 else (1, 1)), *((columns, cells.block_k) if S > 1 else (1, 1)))
+        return array.reshape(B, N, *split)
+
+    batch = jnp.arange(cells.B, dtype=jnp.int32).reshape(-1, 1, 1, 1, 1, 1)
+    head = jnp.arange(cells.N, dtype=jnp.int32).reshape(-1, 1, 1, 1, 1)
+    kept = mask.keep(Tile(q_ids, k_ids, batch, head, read))
+    inside = (q_ids < cells.T) & (k_ids < cells.S)
+    kept = inside if kept is None else jnp.logical_and(kept, inside)
+    return kept[(None,) * (6 - kept.ndim)]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Segments(Pattern):
+    """Keeps a score when query and key have the same id, which is not negative.
+
+    Attributes:
+        q_ids: int32 [B or 1, 1, T, 1].
+        k_ids: int32 [B or 1, 1, 1, S].
+        shared: Whether both are the same ids.
+    """
+
+    q_ids: Leaf
+    k_ids: Leaf
+    shared: bool = dataclasses.field(metadata={"static": True})
+
+    def keep(self, tile: Tile) -> Array:
+        q_ids, k_ids = tile.read(self.q_ids), tile.read(self.k_ids)
+        return (q_ids == k_ids) & (q_ids >= 0)
+
+    def status(self, cells: Cells) -> Array:
+        (q_first, q_last), (k_first, k_last) = (
+            _extremes(self.q_ids[:, :, :, 0], cells.block_q),
+            _extremes(self.k_ids[:, :, 0], cells.block_k),
+        )
+        q_first, q_last = q_first[..., None], q_last[..., None]
+        k_first, k_last = k_first[..., None, :], k_last[..., None, :]
+        some = (q_first <= k_last) & (k_first <= q_last)
+        every = (q_first == q_last) & (k_first == k_last) & (q_first == k_first)
+        return jnp.where(some, jnp.where(every, ALL, SOME), NONE)
+
+    def participants(self, cells: Cells) -> tuple[Array | None, Array | None]:
+        del cells
+        q_ids, k_ids = self.q_ids[:, 0, :, 0], self.k_ids[:, 0, 0]
+        if self.shared:
+            return q_ids >= 0, k_ids >= 0
+        q_ids, k_ids = (jnp.broadcast_to(x, (max(len(q_ids), len(k_ids)), x.shape[1])) for x in (q_ids, k_ids))
+        among = jax.vmap(functools.partial(jnp.isin, method="sort"))
+        return (q_ids >= 0) & among(q_ids, k_ids), (k_ids >= 0) & among(k_ids, q_ids)
+
+
+def _extremes(ids: Array, block: int) -> tuple[Array, Array]:
+    """Smallest and largest id of each block of the last axis; of padding alone they meet no others.
+
+    A block with padding in it gets a smallest id that differs from its largest.
+    """
+    ids = jnp.pad(ids, [(0, 0)] * (ids.ndim - 1) + [(0, -ids.shape[-1] % block)], constant_values=-1)
+    ids = ids.reshape(*ids.shape[:-1], -1, block)
+    padded, empty = jnp.any(ids < 0, -1), jnp.all(ids < 0, -1)
+    last = jnp.max(ids, -1)
+    first = jnp.min(jnp.where(ids < 0, _LAST_ID, ids), -1)
+    first = jnp.where(padded & (first == last), first - 1, first)
+    return jnp.where(empty, _LAST_ID, first), jnp.where(empty, _FIRST_ID, last)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Intervals(Pattern):
+    """Keeps a score when the key lies in the query's interval, `lo <= k < hi`.
+
+    Attributes:
+        lo, hi: int32 [B or 1, 1, T, 1].
+    """
+
+    lo: Leaf
+    hi: Leaf
+
+    def keep(self, tile: Tile) -> Array:
+        return (tile.k_ids >= tile.read(self.lo)) & (tile.k_ids < tile.read(self.hi))
+
+    def status(self, cells: Cells) -> Array:
+        rows, _ = cells.shape
+        lo, hi = (
+            jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % cells.block_q), (0, 0))).reshape(len(x), 1, rows, -1, 1)
+            for x in (self.lo, self.hi)
+        )
+        some = jnp.any(jnp.maximum(lo, cells.columns.lo) < jnp.minimum(hi, cells.columns.hi), 3)
+        every = jnp.all((lo <= cells.columns.lo) & (hi >= cells.columns.hi), 3)
+        return jnp.where(some, jnp.where(every, ALL, SOME), NONE)
+
+    def participants(self, cells: Cells) -> tuple[Array | None, Array | None]:
+        lo, hi = (x[:, 0, :, 0] for x in (self.lo, self.hi))
+        hi = jnp.maximum(lo, hi)
+        starts = jax.vmap(lambda at: jnp.zeros(cells.S + 1, jnp.int32).at[at].add(1))
+        return lo < hi, (jnp.cumsum(starts(lo) - starts(hi), 1) > 0)[:, : cells.S]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Dense(Pattern):
+    """Keeps a score where the mask is not 0.
+
+    Attributes:
+        mask: bool or int8 [B or 1, N or 1, T or 1, S or 1].
+    """
+
+    mask: Leaf
+
+    def keep(self, tile: Tile) -> Array:
+        return tile.read(self.mask) != 0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Modified(Pattern):
+    """Keeps a score where the user's function says so.
+
+    Attributes:
+        function: `function(tile, *operands)`: bool, broadcastable to the tile.
+        operands: Arrays [B or 1, N or 1, T or 1, S or 1], which the function gets the tile's part of.
+        booleans: Which of them are bool, or stand for it.
+    """
+
+    function: Callable[..., Array] = dataclasses.field(metadata={"static": True})
+    operands: tuple[Leaf, ...]
+    booleans: tuple[bool, ...] = dataclasses.field(metadata={"static": True})
+
+    def keep(self, tile: Tile) -> Array:
+        parts = (tile.read(operand) for operand in self.operands)
+        return self.function(tile, *(x != 0 if is_bool else x for x, is_bool in zip(parts, self.booleans, strict=True)))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Surveyed(Pattern):
+    """A mask of which the cells to visit were worked out before.
+
+    Attributes:
+        mask: The mask.
+        survey: int8 [B or 1, N or 1, rows, columns] of cells of `block` squared.
+        queries, keys: bool [B or 1, T] and [B or 1, S]: what takes part.
+        block: Queries and keys of a cell.
+    """
+
+    mask: Any
+    survey: Leaf
+    queries: Leaf
+    keys: Leaf
+    block: int = dataclasses.field(metadata={"static": True})
+
+    def keep(self, tile: Tile) -> Array | None:
+        return self.mask.keep(tile)
+
+    def status(self, cells: Cells) -> Array:
+        blocks = cells.block_q, cells.block_k
+        return regrouped(self.survey.astype(jnp.int32), self.block, blocks, cells.shape)
+
+    def participants(self, cells: Cells) -> tuple[Array | None, Array | None]:
+        del cells
+        return self.queries, self.keys
+
+
+def regrouped(status: Array, old: int, blocks: tuple[int, int], shape: tuple[int, int]) -> Array:
+    """The status of cells of `blocks` from that of cells of `old` squared; along each axis one divides the other."""
+    for axis, new, count in zip((2, 3), blocks, shape, strict=True):
+        if new < old:
+            status = lax.slice_in_dim(jnp.repeat(status, old // new, axis), 0, count, axis=axis)
+            continue
+        padding = [(0, 0)] * 4
+        padding[axis] = (0, count * (new // old) - status.shape[axis])
+        # What is beyond the array does not count: it is as the last cell.
+        split = jnp.pad(status, padding, mode="edge")
+        split = split.reshape(*status.shape[:axis], count, new // old, *status.shape[axis + 1 :])
+        least, most = jnp.min(split, axis + 1), jnp.max(split, axis + 1)
+        status = jnp.where(least == most, least, SOME)
+    return status
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskModifier:
+    """Your own mask: a function of a tile, and the arrays that it needs.
+
+    Attributes:
+        function: `function(tile, *operands)` → bool, broadcastable to the tile; True = attend. `tile.q_ids` and
+            `tile.k_ids` are int32 indices that broadcast to the tile (of any orientation), `tile.batch` (all batch axes
+            folded into one) and `tile.head` likewise. It is traced into every kernel, so it must be made of elementwise
+            jnp operations, and hashable: define it once, since a new function compiles anew.
+        operands: Arrays that it gets the tile's part of, broadcastable to the tile. They have no gradient.
+        axes: For each operand the letters of its axes, in the order of "BNTS": B batch axes, N query heads, T queries,
+            S keys. Size 1 broadcasts an axis.
+
+    Raises:
+        TypeError, ValueError: A field is not as described.
+    """
+
+    function: Callable[..., Array]
+    operands: tuple[Any, ...] = ()
+    axes: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if not callable(self.function):
+            raise TypeError(
+                f"mask_modifiers: expected functions of a tile or MaskModifiers, got {type(self.function).__name__} "
+                f"{self.function!r}; an array is passed as `mask`"
+            )
+        try:
+            hash(self.function)
+        except TypeError:
+            raise TypeError(
+                f"mask_modifiers: expected hashable functions, got {self.name}; keep its arrays in `operands`, "
+                "its numbers in a frozen dataclass"
+            ) from None
+        if len(self.axes) != len(self.operands):
+            raise ValueError(
+                f"axes: expected one string for each of {len(self.operands)} operands, got {self.axes!r}; "
+                "e.g. ('BT', 'BS')"
+            )
+        for letters in self.axes:
+            if not isinstance(letters, str) or [*letters] != [x for x in "BNTS" if x in letters]:
+                raise ValueError(f"axes: expected letters of 'BNTS' in this order, got {letters!r}; e.g. 'BT' or 'NTS'")
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return getattr(self.function, "__name__", None) or repr(self.function)
