@@ -111,8 +111,8 @@ def flash_attention(  # pyright: ignore[reportInconsistentOverload]  (the keywor
         query_offset: Integer, scalar or [*B]: the position of query 0 among the keys, which moves the causal edge and
             the window. S - T aligns the last query with the last key. A Python int compiles anew for each value, an
             array does not.
-        query_segment_ids: Integer, [*B, T] or broadcastable: a query attends to keys of its own id only. Negative ids are
-            padding. Ids may repeat and come in any order; the more alike neighbours are, the more blocks are skipped.
+        query_segment_ids: Integer, [*B, T] or broadcastable: a query attends to keys of its own id only. Negative
+            ids are padding. Ids may repeat and come in any order; the fewer a block has, the more blocks are skipped.
         key_value_segment_ids: Integer, [*B, S] or broadcastable. For self-attention pass the same array twice.
         mask_modifiers: Your own masks: functions of a tile, `keep(tile)` → bool, traced into every kernel, or
             `MaskModifier`s, which have arrays as operands and tell more.
@@ -192,7 +192,7 @@ def block_mask(
             query_seq_lengths, key_value_seq_lengths, query_segment_ids, key_value_segment_ids.
 
     Returns:
-        To print, to draw, and to pass as `block_mask` with the same masks. A pytree: make it outside of a training step.
+        To print, to draw, and to pass as `block_mask` with the same masks. A pytree: make it outside of training steps.
 
     Raises:
         TypeError, ValueError: As of `flash_attention`.

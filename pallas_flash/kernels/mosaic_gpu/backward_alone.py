@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_flash import masks, softmax
+from pallas_flash import lists, softmax
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.kernels.mosaic_gpu import pipeline
 from pallas_flash.kernels.mosaic_gpu.pipeline import FAST, GROUP_ROWS, Ring
@@ -56,17 +56,20 @@ def flash_alone(
     first = i * rows
     mask = pipeline.bounded(problem, blocks.block_k)
     size = problem.S if by_query else problem.T
-    seen = masks.visit(mask if by_query else mask.T, Span(first, first + rows), Span(0, size), columns)
-    seen = pipeline.uniform(seen)
     sign, factor = softmax.base2(problem.any_scale)
     turns = pipeline.Turns(consumers)
 
     def of_each_head(walk):
-        """`walk(head, turn)` for each head that streams past, `turn` being that of its first block."""
-        if by_query:
-            walk(lax.div(head, jnp.int32(problem.G)), 0)
-        else:
-            pipeline.of_each_head(problem, head, seen.steps, walk)
+        """`walk(query head, passing head, turn, blocks to visit)` for each head that streams past, from its turn on."""
+
+        def one(query_head, turn):
+            place = (batch, query_head, i)
+            seen = lists.visit(mask if by_query else mask.T, Span(first, first + rows), Span(0, size), columns, place)
+            seen = pipeline.uniform(seen)
+            walk(query_head, lax.div(head, jnp.int32(problem.G)) if by_query else query_head, turn, seen)
+            return turn + seen.steps
+
+        one(head, 0) if by_query else pipeline.of_each_head(problem, head, one)
 
     def fill(operand, turn, h, at, length: int):
         ref, ring = operand
@@ -79,7 +82,7 @@ def flash_alone(
             for operand in (a, b) if of_scores else (a,):
                 fill(operand, w, head, first + w * GROUP_ROWS, GROUP_ROWS)
 
-        def walk(h, turn):
+        def walk(_, h, turn, seen):
             def step(t, _):
                 for operand in (c, d):
                     fill(operand, turn + t, h, seen.block(t) * columns, columns)
@@ -105,7 +108,7 @@ def flash_alone(
     def stream(w: int, of_rows, total) -> Array:
         of_row = [pipeline.by_row(of_rows[0].at[n], (GROUP_ROWS, columns)) for n in range(2)] if of_rows else None
 
-        def step(t, edge: bool, turn):
+        def step(t, edge: bool, turn, query_head, seen):
             u = turn + t
             a_tile, (c_tile, *of_columns) = a[1].anew(w)[0], c[1].wait(u)
 
@@ -116,9 +119,12 @@ def flash_alone(
                 turns.end(w)
                 s = plgpu.wgmma_accumulator_load(scores, wait_n=len(d_weights))
                 lse2, delta = of_row or (pipeline.by_column(of_columns[0].at[n], s.shape) for n in range(2))
-                own, passing = first + w * GROUP_ROWS, seen.block(t) * columns
-                at = pipeline.tile(*((own, passing) if by_query else (passing, own)), s.shape, not by_query)
-                weights = softmax.recompute(softmax.masked(s, mask.keep(at) if edge else None), factor, lse2, FAST)
+                if edge:
+                    own, passing = first + w * GROUP_ROWS, seen.block(t) * columns
+                    starts = (own, passing) if by_query else (passing, own)
+                    at = pipeline.tile(batch, query_head, *starts, s.shape, not by_query)
+                    s = softmax.masked(s, mask.keep(at))
+                weights = softmax.recompute(s, factor, lse2, FAST)
                 for d_weight in d_weights:
                     weights = softmax.d_score(weights, plgpu.wgmma_accumulator_load(d_weight, wait_n=0), delta)
                 return weights.astype(problem.dtype)
@@ -131,7 +137,10 @@ def flash_alone(
             plgpu.wgmma_wait(0)
             summed[1].release(u)
 
-        of_each_head(lambda _, turn: seen.walk_by_turn(lambda t, _, edge: step(t, edge, turn), None))
+        def walk(query_head, _, turn, seen):
+            seen.walk_by_turn(lambda t, _, edge: step(t, edge, turn, query_head, seen), None)
+
+        of_each_head(walk)
         return plgpu.wgmma_accumulator_load(total)
 
     pipeline.roles(consumers, produce, consume)
@@ -147,8 +156,10 @@ def alone(gradient: Gradient, problem: Problem, blocks: MosaicBlocks, tensors: t
     like = tensors[(DQ, DK, DV).index(gradient)]
     out = jax.ShapeDtypeStruct(like.shape, like.dtype)
     rows, columns = _sides(gradient, blocks)
+    by_query = gradient.by_query
+    problem = lists.listed(problem, blocks.block_q, blocks.block_k, by_query, swapped=not by_query)
     consumers, dtype = rows // GROUP_ROWS, tensors[0].dtype
-    mask = problem.mask if gradient.by_query else problem.mask.T
+    mask = problem.mask if by_query else problem.mask.T
     grid = Grid.of(problem.B, out.shape[2], pl.cdiv(out.shape[1], rows), blocks.head_group, mask)
 
     def ring(width: int, stays: bool, stages: int, vectors: bool = False) -> Ring:
@@ -156,7 +167,6 @@ def alone(gradient: Gradient, problem: Problem, blocks: MosaicBlocks, tensors: t
         buffers = [pipeline.tiles(slots, length, width, dtype=dtype)]
         return Ring.of(slots, consumers, *buffers, *[pipeline.vectors(slots, 2, length)] * vectors)
 
-    by_query = gradient.by_query
     scratch = dict(
         q_ring=ring(problem.H, by_query, 2, vectors=True),
         k_ring=ring(problem.H, not by_query, 2),

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_flash import masks, softmax
+from pallas_flash import lists, softmax
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.kernels.mosaic_gpu import pipeline
 from pallas_flash.kernels.mosaic_gpu.pipeline import FAST, GROUP_ROWS, Ring
@@ -35,39 +35,49 @@ def flash_backward(
     b, kv_head, i = pipeline.place(grid)
     first = i * block_k
     mask = pipeline.bounded(problem, block_k)
-    seen = pipeline.uniform(masks.visit(mask.T, Span(first, first + block_k), Span(0, problem.T), block_q))
     sign, c = softmax.base2(problem.any_scale)
     order = pipeline.Order(*counters)
+
+    def visit(head):
+        seen = lists.visit(mask.T, Span(first, first + block_k), Span(0, problem.T), block_q, (b, head, i))
+        return pipeline.uniform(seen)
 
     def load():
         keys = pl.ds(first, block_k)
         kv_ring.fill(0, k_ref.at[b, keys, kv_head], v_ref.at[b, keys, kv_head])
 
         def walk(head, turn):
+            seen = visit(head)
+
             def step(t, _):
                 rows = pl.ds(seen.block(t) * block_q, block_q)
                 q_ring.fill(turn + t, q_ref.at[b, rows, head], vectors_ref.at[b, head, :, rows])
                 do_ring.fill(turn + t, do_ref.at[b, rows, head])
 
             lax.fori_loop(0, seen.steps, step, None)
+            return turn + seen.steps
 
-        pipeline.of_each_head(problem, kv_head, seen.steps, walk)
+        pipeline.of_each_head(problem, kv_head, walk)
 
     def add(w: int):
         """Adds what consumer w computes of dq."""
 
-        def walk(head, _):
+        def walk(head, turn):
+            seen = visit(head)
+
             def step(t, _):
                 j = seen.block(t)
                 rows, columns = _part(problem, block_q, w)
                 target = dq_ref.at[b, pl.ds(j * block_q + rows.start, rows.size), head, columns]
-                tiles = masks.visit(mask, Span(j * block_q, (j + 1) * block_q), Span(0, problem.S), block_k)
+                queries = Span(j * block_q, (j + 1) * block_q)
+                rank = lists.later(mask, queries, problem.S, block_k, (b, head, i), j) if counters else 0
                 place = ((b * problem.N + head) * pl.cdiv(problem.T, block_q) + j) * CONSUMERS + w
-                pipeline.Handover(dq_tiles, w).add(target, order, place, rank=tiles.end - 1 - i)
+                pipeline.Handover(dq_tiles, w).add(target, order, place, rank)
 
             lax.fori_loop(0, seen.steps, step, None)
+            return turn + seen.steps
 
-        pipeline.of_each_head(problem, kv_head, seen.steps, walk)
+        pipeline.of_each_head(problem, kv_head, walk)
 
     def consume(w: int):
         own = pl.ds(w * GROUP_ROWS, GROUP_ROWS)
@@ -83,8 +93,8 @@ def flash_backward(
         own = pl.ds(w * GROUP_ROWS, GROUP_ROWS)
         dq_rows, dq_columns = _part(problem, block_q, w)
 
-        def step(t, edge: bool, turn):
-            u, j = turn + t, seen.block(t)
+        def step(t, edge: bool, turn, head, seen):
+            u = turn + t
             (k, v), (q, vectors) = kv_ring.anew(0), q_ring.wait(u)
 
             def weighed(scores, d_weights):
@@ -92,8 +102,10 @@ def flash_backward(
                 plgpu.wgmma(d_weights, v.at[own], do_ring.wait(u)[0].transpose((1, 0)))
                 sT = plgpu.wgmma_accumulator_load(scores, wait_n=1)
                 lse2, delta = (pipeline.by_column(vectors.at[n], sT.shape) for n in range(2))
-                at = pipeline.tile(j * block_q, first + w * GROUP_ROWS, sT.shape, transposed=True)
-                pT = softmax.recompute(softmax.masked(sT, mask.keep(at) if edge else None), c, lse2, FAST)
+                if edge:
+                    at = (seen.block(t) * block_q, first + w * GROUP_ROWS, sT.shape)
+                    sT = softmax.masked(sT, mask.keep(pipeline.tile(b, head, *at, transposed=True)))
+                pT = softmax.recompute(sT, c, lse2, FAST)
                 dsT = softmax.d_score(pT, plgpu.wgmma_accumulator_load(d_weights, wait_n=0), delta)
                 return pT.astype(problem.dtype), dsT.astype(problem.dtype)
 
@@ -114,10 +126,12 @@ def flash_backward(
             plgpu.wgmma_wait(0)
             q_ring.release(u)
 
-        def walk(_, turn):
-            seen.walk_by_turn(lambda t, _, edge: step(t, edge, turn), None)
+        def walk(head, turn):
+            seen = visit(head)
+            seen.walk_by_turn(lambda t, _, edge: step(t, edge, turn, head, seen), None)
+            return turn + seen.steps
 
-        pipeline.of_each_head(problem, kv_head, seen.steps, walk)
+        pipeline.of_each_head(problem, kv_head, walk)
         return dk[...], dv[...]
 
     def produce():
@@ -132,6 +146,7 @@ def together(problem: Problem, blocks: MosaicBlocks, tensors: tuple[Array, ...])
     `tensors` are q, k, v, do and the queries' vectors as the kernel sees them.
     """
     block_q, block_k, stages = blocks.block_q, blocks.block_k, blocks.num_stages
+    problem = lists.listed(problem, block_q, block_k, by_query=False, swapped=True)
     H, Hv, dtype = problem.H, problem.Hv, tensors[0].dtype
     grid = Grid.of(problem.B, problem.K, pl.cdiv(problem.S, block_k), blocks.head_group, problem.mask.T)
     if problem.deterministic:  # of two tiles, the later one comes to a query first: then it need not wait

@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jaxtyping import Float
 
-from pallas_flash import masks, softmax
+from pallas_flash import lists, softmax
 from pallas_flash.kernels import clean
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.kernels.mosaic_gpu import operands, pipeline
@@ -31,8 +31,8 @@ def flash_forward(
     b, head, i = pipeline.place(grid)
     first = i * block_q
     mask = pipeline.bounded(problem, block_k)
-    seen = masks.visit(mask, Span(first, first + block_q), Span(0, problem.S), block_k).at_least_one()
-    seen = pipeline.uniform(seen)
+    seen = lists.visit(mask, Span(first, first + block_q), Span(0, problem.S), block_k, (b, head, i))
+    seen = pipeline.uniform(seen.at_least_one())
     c = softmax.base2(problem.any_scale)[1]
     turns = pipeline.Turns(consumers)
 
@@ -74,8 +74,10 @@ def flash_forward(
                 turns.end(w)
                 s = plgpu.wgmma_accumulator_load(scores, wait_n=int(overlap))
                 k_ring.release(t)
-                at = pipeline.tile(first + w * GROUP_ROWS, seen.block(t) * block_k, s.shape)
-                return softmax.advance(m, l, softmax.masked(s, mask.keep(at) if edge else None), c, FAST)
+                if edge:
+                    at = (first + w * GROUP_ROWS, seen.block(t) * block_k, s.shape)
+                    s = softmax.masked(s, mask.keep(pipeline.tile(b, head, *at)))
+                return softmax.advance(m, l, s, c, FAST)
 
             m, l, p, alpha = pipeline.accumulate(scored, (GROUP_ROWS, block_k))  # noqa: E741
             if overlap:
@@ -100,7 +102,8 @@ def forward(
     blocks, dtype = problem.plan.forward, q.dtype
     # What q and k hold where they take no part reaches only scores that do not count, and outputs that are not stored.
     q, k, v = map(operands.padded, (operands.with_sign(problem, q), k, clean.keys(problem, v)))
-    seen = dataclasses.replace(problem, H=q.shape[-1], Hv=v.shape[-1])
+    seen = lists.listed(problem, blocks.block_q, blocks.block_k, by_query=True)
+    seen = dataclasses.replace(seen, H=q.shape[-1], Hv=v.shape[-1])
     tiles, consumers = pl.cdiv(problem.T, blocks.block_q), blocks.block_q // GROUP_ROWS
     grid = Grid.of(problem.B, problem.N, tiles, blocks.head_group, problem.mask)
 

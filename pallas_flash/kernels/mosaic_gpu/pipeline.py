@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
 from pallas_flash.kernels.grid import Grid
+from pallas_flash.lists import Listed
 from pallas_flash.masks import Lengths, Mask
 from pallas_flash.plan import MosaicBlocks
 from pallas_flash.problem import Problem
@@ -210,13 +211,13 @@ def by_warp(*jobs: Callable[[], None]) -> None:
             pl.when(warp == i)(job)
 
 
-def of_each_head(problem: Problem, kv_head, steps, walk: Callable[[Any, Any], None]) -> None:
-    """`walk(head, turn)` for each query head of a group, `turn` being that of the first of its `steps`."""
+def of_each_head(problem: Problem, kv_head, walk: Callable[[Any, Any], Any]) -> None:
+    """`walk(head, turn)` for each query head of a group; it returns the turn of the next one's first step."""
 
-    def one(g, _):
-        walk(kv_head * problem.G + g, g * steps)
+    def one(g, turn):
+        return walk(kv_head * problem.G + g, turn)
 
-    one(0, None) if problem.G == 1 else lax.fori_loop(0, problem.G, one, None)
+    one(0, 0) if problem.G == 1 else lax.fori_loop(0, problem.G, one, jnp.int32(0))
 
 
 def place(grid: Grid) -> tuple[Array, Array, Array]:
@@ -224,11 +225,30 @@ def place(grid: Grid) -> tuple[Array, Array, Array]:
     return grid.at_number(lax.axis_index(_BLOCK))
 
 
-def tile(q_start, k_start, shape: tuple[int, int], transposed: bool = False) -> Tile:
-    """Indices of a tile of scores in registers."""
+def tile(b, head, q_start, k_start, shape: tuple[int, int], transposed: bool = False) -> Tile:
+    """A tile of scores in registers: its indices, and how to read arrays for it from device memory."""
     ids = [plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE) for axis in range(2)]
     q_ids, k_ids = reversed(ids) if transposed else ids
-    return Tile(q_start + q_ids, k_start + k_ids)
+    starts = (k_start, q_start) if transposed else (q_start, k_start)
+
+    def read(ref) -> Array:
+        B, N, *lengths = ref.shape
+        if transposed and 1 in lengths:  # those over both come with keys before queries
+            lengths.reverse()
+        along = [n > 1 for n in lengths]
+        slices = [pl.ds(start, size) if n else 0 for start, size, n in zip(starts, shape, along, strict=True)]
+        if transposed and not all(along):
+            slices.reverse()
+        part = ref.at[b if B > 1 else 0, head if N > 1 else 0, *slices]
+        if not any(along):
+            return part[...]
+        if all(along):
+            return plgpu.load(part, layout=TILE, optimized=False)
+        axis = along.index(True)
+        vector = plgpu.load(part, layout=(ROW, COLUMN)[axis], optimized=False)
+        return lax.broadcast_in_dim(vector, shape, [axis])
+
+    return Tile(q_start + q_ids, k_start + k_ids, b, head, read)
 
 
 def row_vector(value: float) -> Array:
@@ -348,6 +368,8 @@ def _count_up(_, counter):
 
 def bounded(problem: Problem, block_k: int) -> Mask:
     """The problem's mask and the end of the keys; queries beyond theirs are zeros, and are not stored."""
+    if isinstance(problem.mask, Listed):
+        return problem.mask
     return Lengths(None, problem.S if problem.S % block_k else None) & problem.mask
 
 
@@ -355,13 +377,16 @@ def call(
     kernel: Callable, name: str, problem: Problem, grid: Grid, blocks: MosaicBlocks, consumers: int,
     scratch: dict[str, Any], operands: tuple[Any, ...], outputs: tuple[jax.ShapeDtypeStruct, ...],
 ):  # fmt: skip
-    """Launches `kernel(*operands, *outputs, problem=, grid=, blocks=, **scratch)`; in it, leaves are scalars."""
+    """Launches `kernel(*operands, *outputs, problem=, grid=, blocks=, **scratch)`.
+
+    In it, leaves of the problem are scalars, those of the batch entry, or references to what is no vector.
+    """
     leaves, structure = jax.tree.flatten(problem)
 
     def body(*refs, **scratch):
         b = place(grid)[0]
-        scalars = [ref[b] for ref in refs[: len(leaves)]]
-        kernel(*refs[len(leaves) :], problem=structure.unflatten(scalars), grid=grid, blocks=blocks, **scratch)
+        parts = [ref[b] if len(ref.shape) == 1 else ref for ref in refs[: len(leaves)]]
+        kernel(*refs[len(leaves) :], problem=structure.unflatten(parts), grid=grid, blocks=blocks, **scratch)
 
     body.__name__ = body.__qualname__ = name
     x, y, z = grid.shape
