@@ -21,7 +21,11 @@ class Listed(Mask):
     Attributes:
         mask: The mask, within the arrays' bounds if need be.
         counts: int32 [B or 1, N or 1, rows, 2]: blocks that need `keep`, and blocks to visit in all.
-        order: int32 [B or 1, N or 1, rows, columns]: the blocks to visit, those that need `keep` first.
+        order: int32 [B or 1, N or 1, rows, columns]: the blocks to visit, those that need `keep` first; twice their
+            number, and one more where a block of columns holds some that take no part.
+        used: int8 [B or 1, 1, 1, columns · block] and [B or 1, 1, 1, rows · block]: which columns and rows take part.
+            A pair, of which None is all.
+        unused: int32 [B or 1, 1, 1, rows]: whether a block of rows holds some that take no part.
         later: int32 [B or 1, N or 1, rows, columns]: how many later blocks of rows visit a column; None: not asked for.
         q_len, k_len: Bounds of the arrays; None: blocks end where they do.
     """
@@ -29,6 +33,8 @@ class Listed(Mask):
     mask: Any
     counts: Leaf
     order: Leaf
+    used: tuple[Leaf, Leaf]
+    unused: Leaf
     later: Leaf
     q_len: int | None = dataclasses.field(metadata={"static": True})
     k_len: int | None = dataclasses.field(metadata={"static": True})
@@ -45,6 +51,10 @@ class Listed(Mask):
     def grows(self) -> bool:
         return self.mask.grows
 
+    @property
+    def reads(self) -> bool:
+        return True
+
     def keep(self, tile) -> Array | None:
         return self._bounded.keep(tile)
 
@@ -60,14 +70,22 @@ class ListedVisit:
     Attributes:
         edges: How many need `keep`; they come first.
         steps: How many there are.
-        block: t → the t-th of them.
+        entry: t → the t-th of them, as in `Listed.order`.
     """
 
     edges: Index
     steps: Index
-    block: Callable[[Index], Index] = dataclasses.field(metadata={"static": True})
+    entry: Callable[[Index], Index] = dataclasses.field(metadata={"static": True})
 
     has_edges = True
+
+    def block(self, t: Index) -> Index:
+        """The t-th block."""
+        return self.entry(t) >> 1
+
+    def holds_unused(self, t: Index) -> Any:
+        """Whether the t-th block holds columns that take no part."""
+        return (self.entry(t) & 1) == 1
 
     def at_least_one(self) -> "ListedVisit":
         """With one block where there is none, of which nothing is kept."""
@@ -93,6 +111,11 @@ def listed(problem: Problem, block_q: int, block_k: int, by_query: bool, swapped
     status = patterns.found(problem.mask, cells)
     status = status if by_query else jnp.swapaxes(status, 2, 3)
     order = jnp.argsort(jnp.where(status == NONE, ALL + 1, status), axis=-1, stable=True).astype(jnp.int32)
+    parts = zip(used(problem), (block_q, block_k), cells.shape, strict=True)
+    (rows_used, rows_unused), (columns_used, columns_unused) = [_by_block(*part) for part in parts][
+        :: 1 if by_query else -1
+    ]
+    order = 2 * order + jnp.take_along_axis(jnp.broadcast_to(columns_unused, order.shape), order, -1)
     counts = jnp.stack([jnp.sum(status == SOME, -1), jnp.sum(status != NONE, -1)], -1).astype(jnp.int32)
     visited = (status != NONE).astype(jnp.int32)
     later = lax.cumsum(visited, 2, reverse=True) - visited if problem.deterministic and not by_query else None
@@ -104,8 +127,30 @@ def listed(problem: Problem, block_q: int, block_k: int, by_query: bool, swapped
         leaf = jnp.pad(leaf.astype(jnp.int8) if leaf.dtype == bool else leaf, ((0, 0), (0, 0), *ends))
         return jnp.swapaxes(leaf, 2, 3) if swapped and 1 not in leaf.shape[2:] else leaf
 
-    mask = Listed(jax.tree.map(prepared, problem.mask), counts, order, later, *bounds)
+    mask = jax.tree.map(prepared, problem.mask)
+    mask = Listed(mask, counts, order, (columns_used, rows_used), rows_unused, later, *bounds)
     return dataclasses.replace(problem, mask=mask)
+
+
+def used(problem: Problem) -> tuple[Array | None, Array | None]:
+    """Booleans [B or 1, T] and [B or 1, S]: queries and keys that take part at all. None: all."""
+    cells = Cells(problem.B, problem.N, problem.T, problem.S, *[patterns.CELL] * 2)
+    per_batch = jax.tree.map(lambda leaf: leaf[:, None] if leaf.ndim == 1 else leaf, problem.mask)
+    spans = masks.used(per_batch, problem.T, problem.S)
+    found = []
+    for part, span, size in zip(problem.mask.participants(cells), spans, (problem.T, problem.S), strict=True):
+        inside = None if span.is_whole(size) else span.holds(jnp.arange(size, dtype=jnp.int32)[None])
+        found.append(inside if part is None else part if inside is None else part & inside)
+    return found[0], found[1]
+
+
+def _by_block(part: Array | None, block: int, blocks: int) -> tuple[Array | None, Array]:
+    """What takes part, as bytes to the end of the last block, and whether a block holds something that does not."""
+    if part is None:
+        return None, jnp.zeros((1, 1, 1, blocks), jnp.int32)
+    ends = ((0, 0), (0, blocks * block - part.shape[1]))
+    unused = ~jnp.pad(part, ends, constant_values=True).reshape(len(part), 1, 1, blocks, block)
+    return jnp.pad(part, ends).astype(jnp.int8)[:, None, None], jnp.any(unused, -1).astype(jnp.int32)
 
 
 def visit(mask: Mask, rows: Span, columns: Span, block: int, place: tuple[Index, Index, Index]) -> Visit | ListedVisit:

@@ -17,6 +17,8 @@ from pallas_flash.masks import ALL, NONE, SOME, Cells, Leaf, Lengths, Mask, Span
 from pallas_flash.tile import Tile
 
 _FIRST_ID, _LAST_ID = -(2**31), 2**31 - 1
+CELL = 64
+"""Queries and keys of a cell where it is free to choose: a divisor or a multiple of the blocks of every kernel."""
 
 
 class Pattern(Mask):

@@ -10,10 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Int8
 
 from pallas_flash.masks import ALL, NONE, SOME, Cells, Mask
-from pallas_flash.patterns import Surveyed, found, regrouped
-
-CELL = 64
-"""Queries and keys of a cell: a divisor or a multiple of the blocks of every kernel."""
+from pallas_flash.patterns import CELL, Surveyed, found, regrouped
 
 
 @jax.tree_util.register_dataclass

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from pallas_flash import masks, patterns, softmax
+from pallas_flash import lists, masks, patterns, softmax
 from pallas_flash.masks import Cells, Lengths
 from pallas_flash.problem import Problem
 from pallas_flash.tile import Tile
@@ -36,7 +36,7 @@ def forward(
     block_q, block_k = min(BLOCK, T), min(BLOCK, problem.S)
     cells = Cells(B, problem.N, T, problem.S, block_q, block_k)
     needed = jnp.any(patterns.found(problem.mask, cells) != masks.NONE, (0, 1))  # by any batch entry and head
-    queries, keys = problem.mask.participants(cells)
+    queries, keys = lists.used(problem)  # what is stored elsewhere, NaN included, counts as 0
     q, k, v = (
         x if part is None else jnp.where(part[..., None, None], x, 0)
         for x, part in ((q, queries), (k, keys), (v, keys))
@@ -95,14 +95,11 @@ def _rows(problem: Problem, k_blocks: Array, v_blocks: Array, i: Array, needed: 
     block_q, block_k = q.shape[-2], k_blocks.shape[-2]
     problem = jax.tree.map(lambda leaf: leaf.reshape(-1, 1, 1, 1, 1) if leaf.ndim == 1 else leaf, problem)
     mask = Lengths(problem.T, problem.S) & problem.mask
-    queries, keys = masks.used(mask, problem.T, problem.S)
     c = problem.any_scale * softmax.LOG2E
     dot = functools.partial(jnp.einsum, precision=problem.precision if problem.dtype == "float32" else None)
-    q = jnp.where(queries.holds(_ids(i, block_q)), q, 0)
 
     def step(run: softmax.Running, j: Array, k: Array, v: Array) -> softmax.Running:
-        inside = keys.holds(_ids(j, block_k))  # what is stored elsewhere, NaN included, counts as 0
-        k, v = (jnp.where(inside, x, 0)[:, :, 0] for x in (k, v))
+        k, v = k[:, :, 0], v[:, :, 0]
         keep = mask.keep(_tile(problem, i, block_q, j, block_k))
         s2 = softmax.masked(dot("bkgqh,bksh->bkgqs", q, k) * c, keep)
         return softmax.update(run, s2, 1.0, lambda p: dot("bkgqs,bksh->bkgqh", p, v))
@@ -116,8 +113,3 @@ def _rows(problem: Problem, k_blocks: Array, v_blocks: Array, i: Array, needed: 
     run = softmax.start(q.shape[:-1], problem.Hv, q.dtype)
     run, _ = lax.scan(step_if_needed, run, (columns, k_blocks, v_blocks))
     return softmax.finish(run)
-
-
-def _ids(block: Array, size: int) -> Array:
-    """Indices [size, 1] of a block's rows."""
-    return block * size + jnp.arange(size, dtype=jnp.int32)[:, None]

@@ -29,10 +29,10 @@ def backward(
     # Of two consumers, each computes half of dq, by columns where the tile has no rows for both.
     boxes = CONSUMERS if plan.backward and plan.backward.block_q == GROUP_ROWS else 1
     vectors = operands.vectors(softmax.base2_lse(lse), clean.queries(problem, delta, axis=2))
-    q = clean.queries(problem, q)
-    q_seen = operands.padded(operands.with_sign(problem, q), boxes)
-    k_seen = operands.padded(clean.keys(problem, k), boxes)
-    v_seen, do_seen = map(operands.padded, (clean.keys(problem, v), clean.queries(problem, do)))
+    if not problem.mask.reads:  # else the kernels do it
+        q, do, k, v = (*(clean.queries(problem, x) for x in (q, do)), *(clean.keys(problem, x) for x in (k, v)))
+    q_seen, k_seen = (operands.padded(x, boxes) for x in (operands.with_sign(problem, q), k))
+    v_seen, do_seen = map(operands.padded, (v, do))
     seen = dataclasses.replace(problem, H=q_seen.shape[-1], Hv=v_seen.shape[-1])
     tensors = q_seen, k_seen, v_seen, do_seen, vectors
     if plan.backward is None:
@@ -45,7 +45,11 @@ def backward(
     else:
         raw_dq, dk, dv = together(seen, plan.backward, tensors)
         raw_dq = raw_dq[:, : problem.T, :, : problem.H]
-        d_scale = None if problem.scale is None else jnp.sum(raw_dq * q.astype(jnp.float32), (1, 2, 3))  # eq. 19
+        d_scale = (
+            None
+            if problem.scale is None
+            else jnp.sum(raw_dq * clean.queries(problem, q).astype(jnp.float32), (1, 2, 3))
+        )  # eq. 19
         dq = raw_dq * jnp.reshape(problem.any_scale, (-1, 1, 1, 1))
     dq, dk, dv = (grad[:, : x.shape[1], :, : x.shape[3]].astype(x.dtype) for grad, x in ((dq, q), (dk, k), (dv, v)))
     return dq, dk, dv, d_scale

@@ -126,14 +126,18 @@ def flash_alone(
                     s = softmax.masked(s, mask.keep(at))
                 weights = softmax.recompute(s, factor, lse2, FAST)
                 for d_weight in d_weights:
-                    weights = softmax.d_score(weights, plgpu.wgmma_accumulator_load(d_weight, wait_n=0), delta)
+                    d_weights = plgpu.wgmma_accumulator_load(d_weight, wait_n=0)
+                    weights = softmax.d_score(weights, d_weights, delta, finite=not (edge and mask.reads))
                 return weights.astype(problem.dtype)
 
             weights = pipeline.accumulate(weighed, *[(GROUP_ROWS, columns)] * (1 + of_scores))
             done, summed = (d, c) if of_scores else (c, d)
             done[1].release(u)
+            tile = c_tile if of_scores else d[1].wait(u)[0]
+            if edge:
+                pipeline.scrub(mask, seen, t, batch, tile)
             turns.begin(w)
-            plgpu.wgmma(total, weights, c_tile if of_scores else d[1].wait(u)[0])
+            plgpu.wgmma(total, weights, tile)
             plgpu.wgmma_wait(0)
             summed[1].release(u)
 

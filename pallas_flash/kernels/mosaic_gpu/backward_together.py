@@ -82,6 +82,7 @@ def flash_backward(
     def consume(w: int):
         own = pl.ds(w * GROUP_ROWS, GROUP_ROWS)
         k, v = kv_ring.wait(0)
+        pipeline.scrub_rows(mask, b, i, first + w * GROUP_ROWS, k.at[own])
         sums = (GROUP_ROWS, problem.H), (GROUP_ROWS, problem.Hv)
         dk, dv = pipeline.accumulate(lambda dk, dv: stream(w, dk, dv), *sums)
         pipeline.meet()  # the other consumer's last product may still read all of k
@@ -102,14 +103,17 @@ def flash_backward(
                 plgpu.wgmma(d_weights, v.at[own], do_ring.wait(u)[0].transpose((1, 0)))
                 sT = plgpu.wgmma_accumulator_load(scores, wait_n=1)
                 lse2, delta = (pipeline.by_column(vectors.at[n], sT.shape) for n in range(2))
+                finite = not (edge and mask.reads)
                 if edge:
                     at = (seen.block(t) * block_q, first + w * GROUP_ROWS, sT.shape)
                     sT = softmax.masked(sT, mask.keep(pipeline.tile(b, head, *at, transposed=True)))
                 pT = softmax.recompute(sT, c, lse2, FAST)
-                dsT = softmax.d_score(pT, plgpu.wgmma_accumulator_load(d_weights, wait_n=0), delta)
+                dsT = softmax.d_score(pT, plgpu.wgmma_accumulator_load(d_weights, wait_n=0), delta, finite)
                 return pT.astype(problem.dtype), dsT.astype(problem.dtype)
 
             pT, dsT = pipeline.accumulate(weighed, (GROUP_ROWS, block_q), (GROUP_ROWS, block_q))
+            if edge:
+                pipeline.scrub(mask, seen, t, b, q, *do_ring.at(u))
             ds_tile = ds_tiles.at[lax.rem(u, jnp.int32(2))]
             ds_tile[own, :] = dsT
             plgpu.wgmma(dv, pT, *do_ring.at(u))  # eq. 13

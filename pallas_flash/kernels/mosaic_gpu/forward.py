@@ -70,7 +70,7 @@ def flash_forward(
             def scored(scores):
                 plgpu.wgmma(scores, q, k.transpose((1, 0)))
                 if overlap:
-                    plgpu.wgmma(acc, p, *v_ring.wait(t - 1))
+                    plgpu.wgmma(acc, p, *v_ring.at(t - 1))
                 turns.end(w)
                 s = plgpu.wgmma_accumulator_load(scores, wait_n=int(overlap))
                 k_ring.release(t)
@@ -85,11 +85,14 @@ def flash_forward(
                 o = plgpu.wgmma_accumulator_load(acc, wait_n=0)
                 v_ring.release(t - 1)
                 acc[...] = o * softmax.by_row(alpha, o)
+            (v,) = v_ring.wait(t)
+            if edge:
+                pipeline.scrub(mask, seen, t, b, v)
             return m, l, p.astype(problem.dtype)
 
         start = pipeline.row_vector(softmax.LOWEST), pipeline.row_vector(0.0), None
         m, l, p = seen.walk_by_turn(step, step(0, start, seen.has_edges, overlap=False), skip=1)  # noqa: E741
-        plgpu.wgmma(acc, p, *v_ring.wait(seen.steps - 1))
+        plgpu.wgmma(acc, p, *v_ring.at(seen.steps - 1))
         return softmax.Running(m, l, plgpu.wgmma_accumulator_load(acc))
 
     pipeline.roles(consumers, produce, consume)
@@ -101,7 +104,8 @@ def forward(
     """Output in q's dtype and natural log-sum-exp in float32."""
     blocks, dtype = problem.plan.forward, q.dtype
     # What q and k hold where they take no part reaches only scores that do not count, and outputs that are not stored.
-    q, k, v = map(operands.padded, (operands.with_sign(problem, q), k, clean.keys(problem, v)))
+    v = v if problem.mask.reads else clean.keys(problem, v)  # else the kernel does it
+    q, k, v = map(operands.padded, (operands.with_sign(problem, q), k, v))
     seen = lists.listed(problem, blocks.block_q, blocks.block_k, by_query=True)
     seen = dataclasses.replace(seen, H=q.shape[-1], Hv=v.shape[-1])
     tiles, consumers = pl.cdiv(problem.T, blocks.block_q), blocks.block_q // GROUP_ROWS

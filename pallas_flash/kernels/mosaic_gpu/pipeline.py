@@ -282,6 +282,38 @@ def after(vector_ref, vector: Array, *values: Array) -> tuple[Array, ...]:
     return held
 
 
+def scrub(mask: Mask, seen, t, b, *tile_refs) -> None:
+    """Zeros, in tiles of shared memory, what takes no part of the t-th block, where arrays decide that.
+
+    Consumers may do so side by side: they write the same.
+    """
+    if isinstance(mask, Listed) and mask.used[0] is not None:
+        rows = tile_refs[0].shape[0]
+        pl.when(seen.holds_unused(t))(lambda: _scrub(mask.used[0], b, seen.block(t) * rows, tile_refs))
+
+
+def scrub_rows(mask: Mask, b, i, first, *tile_refs) -> None:
+    """The same for tiles, from row `first` on, of this thread block's i-th block of rows; both consumers meet then."""
+    if isinstance(mask, Listed) and mask.used[1] is not None:
+
+        @pl.when(mask.unused[b if mask.unused.shape[0] > 1 else 0, 0, 0, i] == 1)
+        def _():
+            _scrub(mask.used[1], b, first, tile_refs)
+            meet()
+
+
+def _scrub(used_ref, b, first, tile_refs) -> None:
+    for tile_ref in tile_refs:
+        for start in range(0, tile_ref.shape[0], GROUP_ROWS):
+            part = tile_ref.at[pl.ds(start, GROUP_ROWS)]
+            rows = used_ref.at[b if used_ref.shape[0] > 1 else 0, 0, 0, pl.ds(first + start, GROUP_ROWS)]
+            values = plgpu.load(part, layout=TILE)
+            used = lax.broadcast_in_dim(plgpu.load(rows, layout=ROW, optimized=False), values.shape, [0])
+            part[...] = jnp.where(used != 0, values, jnp.zeros_like(values))
+    _fence()
+    _join_warps()
+
+
 def send(*copies: tuple[Array, Any, Any]) -> None:
     """Sends values to device memory, each through a tile of shared memory that only this warp group has used."""
     _join_warps()
