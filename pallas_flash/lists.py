@@ -121,13 +121,11 @@ def listed(problem: Problem, block_q: int, block_k: int, by_query: bool, swapped
     later = lax.cumsum(visited, 2, reverse=True) - visited if problem.deterministic and not by_query else None
 
     def prepared(leaf: Array) -> Array:
-        if leaf.ndim == 1:
-            return leaf
         ends = ((0, -n % block if n > 1 else 0) for n, block in zip(leaf.shape[2:], (block_q, block_k), strict=True))
         leaf = jnp.pad(leaf.astype(jnp.int8) if leaf.dtype == bool else leaf, ((0, 0), (0, 0), *ends))
         return jnp.swapaxes(leaf, 2, 3) if swapped and 1 not in leaf.shape[2:] else leaf
 
-    mask = jax.tree.map(prepared, problem.mask)
+    mask = problem.mask.with_arrays(prepared)
     mask = Listed(mask, counts, order, (columns_used, rows_used), rows_unused, later, *bounds)
     return dataclasses.replace(problem, mask=mask)
 

@@ -15,7 +15,6 @@ compiles no code for them.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -110,6 +109,10 @@ class Mask:
     def reads(self) -> bool:
         """Whether `keep` reads arrays, so that which blocks to visit must be listed before a kernel starts."""
         return False
+
+    def with_arrays(self, change: Callable[[Array], Array]) -> "Mask":
+        """What `keep` needs of the mask, with each array over scores, [B or 1, N or 1, T or 1, S or 1], changed."""
+        return jax.tree.map(lambda leaf: change(leaf) if leaf.ndim == 4 else leaf, self)
 
     def status(self, cells: "Cells") -> Array:
         """int32, broadcastable to [B, N, rows, columns] of the cells: `NONE`, `SOME` or `ALL` of a cell is kept."""
@@ -250,11 +253,13 @@ class Both(Mask):
     def reads(self) -> bool:
         return self.first.reads or self.second.reads
 
+    def with_arrays(self, change: Callable[[Array], Array]) -> "Both":
+        return Both(self.first.with_arrays(change), self.second.with_arrays(change))
+
     def status(self, cells: "Cells") -> Array:
-        both = self.first, self.second
         if not self.reads:  # `narrow` of both together sees more than each alone
             return super().status(cells)
-        return functools.reduce(jnp.minimum, (each.status(cells) for each in both))
+        return jnp.minimum(self.first.status(cells), self.second.status(cells))
 
     def participants(self, cells: "Cells") -> tuple[Array | None, Array | None]:
         pairs = zip(self.first.participants(cells), self.second.participants(cells), strict=True)

@@ -11,14 +11,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+import numpy as np
+from jax import Array
 
 from pallas_flash.masks import ALL, NONE, SOME, Cells, Leaf, Lengths, Mask, Span
 from pallas_flash.tile import Tile
 
 _FIRST_ID, _LAST_ID = -(2**31), 2**31 - 1
 CELL = 64
-"""Queries and keys of a cell where it is free to choose: a divisor or a multiple of the blocks of every kernel."""
+"""Queries and keys of a cell where it is free to choose: a divisor or a multiple of most kernels' blocks."""
 
 
 class Pattern(Mask):
@@ -224,6 +225,9 @@ class Surveyed(Pattern):
     def keep(self, tile: Tile) -> Array | None:
         return self.mask.keep(tile)
 
+    def with_arrays(self, change: Callable[[Array], Array]) -> Mask:
+        return self.mask.with_arrays(change)
+
     def status(self, cells: Cells) -> Array:
         blocks = cells.block_q, cells.block_k
         return regrouped(self.survey.astype(jnp.int32), self.block, blocks, cells.shape)
@@ -234,18 +238,18 @@ class Surveyed(Pattern):
 
 
 def regrouped(status: Array, old: int, blocks: tuple[int, int], shape: tuple[int, int]) -> Array:
-    """The status of cells of `blocks` from that of cells of `old` squared; along each axis one divides the other."""
+    """The status of cells of `blocks` from that of cells of `old` squared, of which they lie in one or several."""
     for axis, new, count in zip((2, 3), blocks, shape, strict=True):
-        if new < old:
-            status = lax.slice_in_dim(jnp.repeat(status, old // new, axis), 0, count, axis=axis)
-            continue
-        padding = [(0, 0)] * 4
-        padding[axis] = (0, count * (new // old) - status.shape[axis])
-        # What is beyond the array does not count: it is as the last cell.
-        split = jnp.pad(status, padding, mode="edge")
-        split = split.reshape(*status.shape[:axis], count, new // old, *status.shape[axis + 1 :])
-        least, most = jnp.min(split, axis + 1), jnp.max(split, axis + 1)
-        status = jnp.where(least == most, least, SOME)
+        starts = new * np.arange(count)
+        lo, hi = starts // old, np.minimum(-(-(starts + new) // old), status.shape[axis])
+        sizes = (hi - lo).reshape([-1 if axis == other else 1 for other in range(4)])
+
+        def all_are(value: int, status=status, axis=axis, lo=lo, hi=hi, sizes=sizes) -> Array:
+            sums = jnp.cumsum(status == value, axis, dtype=jnp.int32)
+            sums = jnp.pad(sums, [(int(axis == other), 0) for other in range(4)])
+            return jnp.take(sums, hi, axis) - jnp.take(sums, lo, axis) == sizes
+
+        status = jnp.where(all_are(ALL), ALL, jnp.where(all_are(NONE), NONE, SOME))
     return status
 
 

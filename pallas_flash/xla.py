@@ -41,7 +41,7 @@ def forward(
         x if part is None else jnp.where(part[..., None, None], x, 0)
         for x, part in ((q, queries), (k, keys), (v, keys))
     )
-    problem = dataclasses.replace(problem, mask=jax.tree.map(functools.partial(_operand, cells), problem.mask))
+    problem = dataclasses.replace(problem, mask=problem.mask.with_arrays(functools.partial(_operand, cells)))
     # In float32 (tf32 on tensor cores, which holds bfloat16 and float16 exactly), so that gradients are summed in it.
     q, k, v = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (q, k, v))
     # [blocks, B, K, G, block_q, H] and [blocks, B, K, 1, block_k, H]
@@ -69,8 +69,6 @@ def _rematerialised_if(several: bool, f):
 
 def _operand(cells: Cells, leaf: Array) -> Array:
     """An array of the mask that reaches to the end of the last block."""
-    if leaf.ndim == 1:
-        return leaf
     blocks = zip(leaf.shape[2:], (cells.block_q, cells.block_k), strict=True)
     return jnp.pad(leaf, ((0, 0), (0, 0), *((0, -n % block if n > 1 else 0) for n, block in blocks)))
 
