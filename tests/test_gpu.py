@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import HALF, LARGE, SMALL, Case
 
-from pallas_flash import Blocks, Plan, explain, flash_attention
+from pallas_flash import Blocks, MaskModifier, Plan, explain, flash_attention, flash_attention_varlen
 
 pytestmark = pytest.mark.gpu
 
@@ -164,22 +164,31 @@ def test_garbage_around_the_arrays_is_not_read(implementation):
         assert np.array_equal(a, b)
 
 
+Q_LENGTHS, K_LENGTHS = np.array([300, 77]), np.array([100, 259])
+Q_INSIDE, K_INSIDE = np.arange(300) < Q_LENGTHS[:, None], np.arange(260) < K_LENGTHS[:, None]
+
+
+def within(tile, q_len, k_len):
+    return (tile.q_ids < q_len) & (tile.k_ids < k_len)
+
+
+PADDING = {
+    "lengths": {"query_seq_lengths": Q_LENGTHS, "key_value_seq_lengths": K_LENGTHS},
+    "segments": {"query_segment_ids": Q_INSIDE - 1, "key_value_segment_ids": K_INSIDE - 1},
+    "mask": {"mask": Q_INSIDE[:, None, :, None] & K_INSIDE[:, None, None]},
+    "keys only": {"mask": K_INSIDE[:, None, None], "query_seq_lengths": Q_LENGTHS},
+    "function": {"mask_modifiers": (MaskModifier(within, (Q_LENGTHS, K_LENGTHS), ("B", "B")),)},
+}
+
+
 @KERNELS
-def test_padding_may_hold_nan_and_inf(implementation):
-    case = Case(
-        "padding",
-        T=300,
-        S=260,
-        N=4,
-        K=2,
-        H=64,
-        dtype="bfloat16",
-        key_value_seq_lengths=(100, 259),
-        query_seq_lengths=(300, 77),
-    )
+@pytest.mark.parametrize("H", [64, 256])
+@pytest.mark.parametrize("kind", PADDING)
+def test_padding_may_hold_nan_and_inf(kind, H, implementation):
+    case = Case("padding", T=300, S=260, N=4, K=2, H=H, dtype="bfloat16")
     q, k, v, do, dlse = checks.inputs(case)
     attention = functools.partial(
-        flash_attention, return_residual=True, implementation=implementation, deterministic=True, **case.options()
+        flash_attention, return_residual=True, implementation=implementation, deterministic=True, **PADDING[kind]
     )
     run = checks.evaluator(attention)
     clean = run(q, k, v, do, dlse)
@@ -205,6 +214,34 @@ def test_many_programs_and_elements(B, T, N, H, implementation):
     small = [attention(last, last, last), *loss(last, last, last)]
     for a, b in zip(whole, small, strict=True):
         assert np.array_equal(a, b)
+
+
+@KERNELS
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_packed_sequences_are_those_alone(H, implementation):
+    """Sequences of any lengths, one of them without queries, aligned to their last tokens; within 5 bfloat16 epsilons."""
+    cu_q, cu_k = np.array([0, 300, 300, 517, 900]), np.array([0, 260, 350, 360, 1000])
+    rng = jax.random.key(0)
+    q, k = (jax.random.normal(rng, (n, heads, H), jnp.bfloat16) for n, heads in ((900, 4), (1000, 2)))
+    attention = functools.partial(
+        flash_attention_varlen,
+        is_causal=True,
+        query_offset=np.diff(cu_k) - np.diff(cu_q),
+        implementation=implementation,
+    )
+
+    def gradients(attention, q, k):
+        return jax.jit(jax.grad(lambda q, k, v: jnp.sum(attention(q, k, v).astype(jnp.float32)), (0, 1, 2)))(q, k, k)
+
+    packed = gradients(lambda q, k, v: attention(q, k, v, cu_q, cu_k), q, k)
+    alone = functools.partial(flash_attention, is_causal=True, implementation="xla")
+    for i in range(4):
+        rows, columns = slice(*cu_q[i : i + 2]), slice(*cu_k[i : i + 2])
+        offset = int((np.diff(cu_k) - np.diff(cu_q))[i])
+        right = gradients(functools.partial(alone, query_offset=offset), q[rows], k[columns])
+        for a, b, part in zip(packed, right, (rows, columns, columns), strict=True):
+            ours, ref = (np.asarray(x, np.float32) for x in (a[part], b))
+            assert np.max(np.abs(ours - ref), initial=0) <= 0.02 * max(1.0, np.max(np.abs(ref), initial=0))
 
 
 @KERNELS
