@@ -11,10 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from tests import recipes
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A problem in jax.nn's letters; `S`, `K` and `Hv` default to `T`, `N` and `H`. Lengths are per batch entry."""
+    """A problem in jax.nn's letters; `S`, `K` and `Hv` default to `T`, `N` and `H`. Lengths are per batch entry.
+
+    `mask`, `segments` and `modifiers` name recipes of recipes.py.
+    """
 
     name: str
     B: int = 2
@@ -32,6 +37,9 @@ class Case:
     query_seq_lengths: tuple[int, ...] | None = None
     key_value_seq_lengths: tuple[int, ...] | None = None
     magnitude: float = 1.0
+    mask: str | None = None
+    segments: str | None = None
+    modifiers: tuple[str, ...] = ()
 
     def __post_init__(self):
         for field, default in (("S", self.T), ("K", self.N), ("Hv", self.H)):
@@ -55,8 +63,11 @@ class Case:
         drawn["query"] *= self.magnitude
         return drawn
 
-    def options(self) -> dict[str, Any]:
-        """The keywords of `flash_attention` that differ from their defaults, lengths and offsets as int32 arrays."""
+    def options(self, for_oracle: bool = False) -> dict[str, Any]:
+        """The keywords of `flash_attention` that differ from their defaults; those of `oracle.kept` with `for_oracle`.
+
+        What is an array is one of NumPy.
+        """
         names = (
             "scale",
             "is_causal",
@@ -67,7 +78,33 @@ class Case:
         )
         given = {n: v for n in names if (v := getattr(self, n)) != Case.__dataclass_fields__[n].default}
         per_batch = {"query_offset", "query_seq_lengths", "key_value_seq_lengths"}
-        return {n: np.asarray(v, np.int32) if n in per_batch and isinstance(v, tuple) else v for n, v in given.items()}
+        given = {n: np.asarray(v, np.int32) if n in per_batch and isinstance(v, tuple) else v for n, v in given.items()}
+        return given | self._read(for_oracle)
+
+    def _read(self, for_oracle: bool) -> dict[str, Any]:
+        """The options that are arrays or functions."""
+        found: dict[str, Any] = {}
+        if self.mask is not None:
+            found["mask"] = recipes.MASKS[self.mask](self._draw("mask"), self.B, self.N, self.T, self.S)
+        if self.segments is not None:
+            ids = recipes.SEGMENTS[self.segments](self._draw("segments"), self.B, self.T, self.S)
+            found |= zip(("query_segment_ids", "key_value_segment_ids"), ids, strict=True)
+        if self.modifiers:
+            functions = tuple(self._modifier(name, for_oracle) for name in self.modifiers)
+            found["mask_functions" if for_oracle else "mask_modifiers"] = functions
+        return found
+
+    def _modifier(self, name: str, for_oracle: bool) -> Any:
+        modifier = recipes.MODIFIERS[name]
+        operands = modifier.operands(self._draw(name), self.B, self.N, self.T, self.S)
+        if for_oracle:
+            return lambda b, n, t, s: modifier.formula(b, n, t, s, *operands)
+        from pallas_flash import MaskModifier  # here, so that reading cases does not import jax
+
+        return MaskModifier(modifier.function, operands, modifier.axes) if operands else modifier.function
+
+    def _draw(self, what: str) -> np.random.Generator:
+        return np.random.default_rng([*what.encode(), *self.name.encode()])
 
 
 SMALL = [
@@ -126,6 +163,63 @@ SMALL = [
     ),
     Case("bf16_large_logits", T=64, dtype="bfloat16", magnitude=40.0),
     Case("fp16", T=77, H=40, dtype="float16", local_window_size=(30, 0)),
+    Case("mask_random", T=70, S=50, N=4, K=2, H=16, mask="random"),
+    Case("mask_sparse", T=100, S=90, H=16, mask="sparse"),
+    Case("mask_padding", T=50, S=77, H=16, mask="padding"),
+    Case("mask_rows_window", T=77, H=16, mask="rows", local_window_size=(20, 5)),
+    Case("mask_tril", T=70, H=16, mask="tril"),
+    Case("mask_block_holes", T=100, S=128, H=16, mask="block_holes"),
+    Case("mask_per_head_gqa_causal", T=66, N=6, K=2, H=16, Hv=24, mask="per_head", is_causal=True),
+    Case("mask_heads", T=40, N=4, K=2, H=16, mask="heads"),
+    Case("mask_empty_rows", T=70, N=4, K=1, H=16, mask="empty_rows", key_value_seq_lengths=(70, 40)),
+    Case("mask_one_entry_empty", T=40, H=16, mask="one_entry_empty", is_causal=True),
+    Case("mask_all_true_bf16", T=64, S=96, dtype="bfloat16", mask="all_true", is_causal=True, query_offset=32),
+    Case("mask_all_false", T=40, S=33, H=16, mask="all_false"),
+    Case("segments_sorted_causal", T=90, N=4, K=2, H=16, segments="sorted", is_causal=True),
+    Case("segments_sorted_cross", T=50, S=90, H=16, Hv=8, segments="sorted"),
+    Case("segments_unsorted", T=70, H=16, segments="unsorted"),
+    Case("segments_repeated_window", T=100, H=16, segments="repeated", local_window_size=30),
+    Case("segments_padded", T=80, N=4, K=2, H=16, segments="padded"),
+    Case("segments_padded_ragged_bf16", T=75, S=58, dtype="bfloat16", segments="padded", is_causal=True),
+    Case("segments_other_ids", T=64, S=90, H=16, segments="cross", query_seq_lengths=(64, 30)),
+    Case("segments_blocks", T=96, H=16, segments="blocks", is_causal=True, query_offset=(3, -5)),
+    Case("segments_all_padding", T=40, H=16, segments="all_padding"),
+    Case("modifier_prefix_lm", T=60, H=16, modifiers=("prefix_lm",)),
+    Case("modifier_place", B=3, T=45, S=37, N=4, K=2, H=16, modifiers=("by_place",)),
+    Case("modifier_head", T=70, N=4, K=2, H=16, modifiers=("by_head",), is_causal=True),
+    Case("modifier_documents_bf16", T=90, H=32, dtype="bfloat16", modifiers=("document_window",)),
+    Case("modifier_operands", T=50, S=41, N=3, H=16, modifiers=("important", "table")),
+    Case("modifiers_segments", T=80, N=2, K=1, H=16, segments="padded", modifiers=("dilated", "prefix_lm")),
+    Case(
+        "masks_of_every_kind",
+        T=93,
+        S=77,
+        N=6,
+        K=3,
+        H=24,
+        Hv=40,
+        scale=0.3,
+        local_window_size=(60, 50),
+        query_offset=(3, -4),
+        query_seq_lengths=(90, 93),
+        key_value_seq_lengths=(77, 60),
+        mask="per_head",
+        segments="repeated",
+        modifiers=("by_place", "important"),
+    ),
+    Case(
+        "masks_of_every_kind_bf16",
+        T=64,
+        S=96,
+        N=4,
+        K=2,
+        dtype="bfloat16",
+        is_causal=True,
+        query_offset=32,
+        mask="padding",
+        segments="padded",
+        modifiers=("by_head",),
+    ),
 ]
 
 LARGE = [
@@ -181,6 +275,46 @@ LARGE = [
     Case("empty_rows_bf16", T=1000, S=400, N=4, H=64, dtype="bfloat16", is_causal=True, query_offset=-600),
     Case("large_logits_bf16", T=512, N=4, H=64, dtype="bfloat16", magnitude=40.0, is_causal=True),
     Case("large_logits_fp32", T=512, N=4, H=64, magnitude=40.0, is_causal=True),
+    Case("mask_random_bf16", T=777, S=600, N=4, K=2, H=64, dtype="bfloat16", mask="random"),
+    Case("mask_padding_bf16", T=1024, N=8, K=2, H=128, dtype="bfloat16", mask="padding", is_causal=True),
+    Case("mask_block_holes_fp16", B=1, T=1000, N=4, H=96, dtype="float16", mask="block_holes"),
+    Case("mask_per_head_h256_bf16", T=515, N=4, K=2, H=256, dtype="bfloat16", mask="per_head", is_causal=True),
+    Case("mask_empty_rows_fp32", T=700, S=520, N=4, K=1, H=64, mask="empty_rows"),
+    Case("segments_sorted_bf16", T=2000, N=4, K=2, H=128, dtype="bfloat16", segments="sorted", is_causal=True),
+    Case("segments_unsorted_fp16", T=1024, N=4, H=64, dtype="float16", segments="unsorted"),
+    Case("segments_padded_h96_bf16", T=1031, S=900, N=8, K=2, H=96, Hv=128, dtype="bfloat16", segments="padded"),
+    Case("segments_other_ids_fp32", T=900, S=1111, N=4, H=64, segments="cross"),
+    Case(
+        "segments_window_h256_bf16",
+        T=1100,
+        N=4,
+        K=1,
+        H=256,
+        dtype="bfloat16",
+        segments="repeated",
+        local_window_size=(200, 100),
+    ),
+    Case("modifier_prefix_lm_bf16", T=1500, N=4, K=2, H=128, dtype="bfloat16", modifiers=("prefix_lm",)),
+    Case("modifier_documents_fp16", T=1024, N=4, H=64, dtype="float16", modifiers=("document_window", "by_head")),
+    Case("modifier_operands_bf16", T=600, S=500, N=4, H=64, dtype="bfloat16", modifiers=("important", "table")),
+    Case(
+        "masks_of_every_kind_large",
+        T=610,
+        S=930,
+        N=6,
+        K=2,
+        H=96,
+        Hv=128,
+        dtype="bfloat16",
+        scale=0.2,
+        local_window_size=(450, 330),
+        query_offset=(300, 100),
+        query_seq_lengths=(500, 610),
+        key_value_seq_lengths=(930, 440),
+        mask="per_head",
+        segments="repeated",
+        modifiers=("by_place", "dilated"),
+    ),
 ]
 
 HALF = [

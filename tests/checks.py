@@ -62,7 +62,7 @@ class Expected:
 def expected(case: Case, precision: str | None) -> dict[str, Expected]:
     """What is right, and tolerances from the error of the dense computation at that precision."""
     arrays = inputs(case)
-    exact, options = [np.asarray(x, np.float64) for x in arrays], case.options()
+    exact, options = [np.asarray(x, np.float64) for x in arrays], case.options(for_oracle=True)
     right = [*oracle.attend(*exact[:3], **options), *oracle.gradients(*exact, **options)[:3]]
     by_matrix = evaluate(functools.partial(dense.attend, dtype=case.dtype, precision=precision, **options), arrays)
     finite = np.isfinite(right[1])

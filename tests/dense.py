@@ -30,9 +30,9 @@ def attend(query, key, value, dtype, *, scale=None, precision=None, **options) -
     q, k, v = (jnp.asarray(x, dtype) for x in (query, key, value))
     (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
     wide = jnp.promote_types(dtype, jnp.float32)
-    mask = oracle.kept(B, T, S, **options)
-    q, k, v = (_only(mask.any(2), q), _only(mask.any(1), k), _only(mask.any(1), v))
-    keep = mask[:, None, None]
+    keep = oracle.kept(B, N, T, S, **options).reshape(B, K, N // K, T, S)
+    rows, columns = keep.any(4).reshape(B, N, T), keep.any((2, 3))
+    q, k, v = _only(rows, q), _only(columns, k), _only(columns, v)
     scale = 1 / math.sqrt(H) if scale is None else scale
 
     q = q.reshape(B, T, K, N // K, H)
@@ -49,5 +49,5 @@ def attend(query, key, value, dtype, *, scale=None, precision=None, **options) -
 
 
 def _only(taking_part: np.ndarray, x: Array) -> Array:
-    """[B, L, heads, width] with 0 in place of rows that take no part."""
-    return jnp.where(taking_part[:, :, None, None], x, 0)
+    """[B, L, heads, width] with 0 in place of rows that take no part, which `taking_part` [B, heads, L] tells."""
+    return jnp.where(np.swapaxes(taking_part, 1, 2)[..., None], x, 0)

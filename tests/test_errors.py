@@ -13,7 +13,19 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_flash import Blocks, MosaicBlocks, MosaicPlan, Plan, dispatch, explain, flash_attention, plan
+from pallas_flash import (
+    Blocks,
+    MaskModifier,
+    MosaicBlocks,
+    MosaicPlan,
+    Plan,
+    block_mask,
+    dispatch,
+    explain,
+    flash_attention,
+    flash_attention_varlen,
+    plan,
+)
 from pallas_flash.problem import _precision
 
 B, T, S, N, K, H = 2, 4, 6, 4, 2, 8
@@ -41,6 +53,21 @@ def device(kind: str):
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
         yield
 
+
+def diagonal(tile, *operands):
+    return tile.q_ids == tile.k_ids
+
+
+@dataclasses.dataclass
+class Unhashable:
+    width: int = 0
+
+    def __call__(self, tile):
+        return tile.q_ids - tile.k_ids == self.width
+
+
+KEEP = jnp.ones((T, S), bool)
+IDS = {"query_segment_ids": jnp.zeros((B, T), jnp.int32), "key_value_segment_ids": jnp.zeros((B, S), jnp.int32)}
 
 # What is passed, the error, the argument it names, then what it says was expected, what came, and the remedy.
 WRONG = {
@@ -230,6 +257,124 @@ WRONG = {
         {"local_window_size": (1.5, 0)},
         (ValueError, "local_window_size", r"a pair \(left, right\)", r"\(1\.5, 0\)", "use None for a side"),
     ),
+    "mask_of_numbers": (
+        {"mask": array(B, 1, T, S)},
+        (TypeError, "mask", r"dtype bool \(True = attend\)", "float32", "numbers to add to the scores are a bias"),
+    ),
+    "mask_of_integers": (
+        {"mask": jnp.ones((T, S), jnp.int8)},
+        (TypeError, "mask", r"dtype bool \(True = attend\)", "int8", "mask != 0"),
+    ),
+    "mask_that_is_no_array": (
+        {"mask": "causal"},
+        (TypeError, "mask", "an array", "str", r"jnp\.asarray"),
+    ),
+    "mask_shape": (
+        {"mask": jnp.ones((B, N, T, 5), bool)},
+        (ValueError, "mask", r"broadcasts to \(2, 4, 4, 6\), the axes BNTS", r"\(2, 4, 4, 5\)", "size 1 broadcasts"),
+    ),
+    "mask_of_key_heads": (
+        {"mask": jnp.ones((K, T, S), bool)},
+        (ValueError, "mask", r"broadcasts to \(2, 4, 4, 6\), the axes BNTS", r"\(2, 4, 6\)", "size 1 broadcasts"),
+    ),
+    "mask_rank": (
+        {"mask": jnp.ones((1, B, N, T, S), bool)},
+        (ValueError, "mask", r"broadcasts to \(2, 4, 4, 6\)", r"\(1, 2, 4, 4, 6\)", "size 1 broadcasts"),
+    ),
+    "ids_of_queries_alone": (
+        {**IDS, "key_value_segment_ids": None},
+        (
+            ValueError,
+            "key_value_segment_ids",
+            r"integers \[\*B, S\] beside query_segment_ids",
+            "None",
+            "pass both, the same for self-attention",
+        ),
+    ),
+    "ids_of_keys_alone": (
+        {**IDS, "query_segment_ids": None},
+        (
+            ValueError,
+            "query_segment_ids",
+            r"integers \[\*B, T\] beside key_value_segment_ids",
+            "None",
+            "pass both, the same for self-attention",
+        ),
+    ),
+    "float_ids": (
+        {**IDS, "query_segment_ids": array(B, T)},
+        (TypeError, "query_segment_ids", "an integer dtype", "float32", "number segments"),
+    ),
+    "bool_ids": (
+        {**IDS, "key_value_segment_ids": jnp.ones((B, S), bool)},
+        (TypeError, "key_value_segment_ids", "an integer dtype", "bool", "number segments"),
+    ),
+    "ids_shape": (
+        {**IDS, "key_value_segment_ids": IDS["query_segment_ids"]},
+        (ValueError, "key_value_segment_ids", r"broadcasts to \(2, 6\), the axes BS", r"\(2, 4\)", "size 1 broadcasts"),
+    ),
+    "ids_rank": (
+        {**IDS, "query_segment_ids": jnp.zeros((B, 1, T), jnp.int32)},
+        (ValueError, "query_segment_ids", r"broadcasts to \(2, 4\), the axes BT", r"\(2, 1, 4\)", "size 1 broadcasts"),
+    ),
+    "one_modifier": (
+        {"mask_modifiers": diagonal},
+        (TypeError, "mask_modifiers", "a tuple of functions", "function", r"pass \(function,\)"),
+    ),
+    "no_modifiers": (
+        {"mask_modifiers": None},
+        (TypeError, "mask_modifiers", "a tuple of functions", "NoneType None", r"pass \(function,\)"),
+    ),
+    "unhashable_modifier": (
+        {"mask_modifiers": (Unhashable(),)},
+        (TypeError, "mask_modifiers", "hashable functions", r"Unhashable\(width=0\)", "`operands`"),
+    ),
+    "operand_shape": (
+        {"mask_modifiers": (diagonal, MaskModifier(diagonal, (array(T), array(B, 5)), ("T", "BS")))},
+        (
+            ValueError,
+            "mask_modifiers: operand 1 of diagonal",
+            r"broadcasts to \(2, 6\), the axes BS",
+            r"\(2, 5\)",
+            "size 1 broadcasts",
+        ),
+    ),
+    "operand_that_is_no_array": (
+        {"mask_modifiers": (MaskModifier(diagonal, ("T",), ("T",)),)},
+        (TypeError, "mask_modifiers: operand 0 of diagonal", "an array", "str", r"jnp\.asarray"),
+    ),
+    "block_mask_of_something_else": (
+        {"mask": KEEP, "block_mask": KEEP},
+        (
+            TypeError,
+            "block_mask",
+            r"what pallas_flash\.block_mask returns",
+            r"shape \(4, 6\) and dtype bool",
+            "None finds the blocks",
+        ),
+    ),
+    "block_mask_alone": (
+        {"block_mask": block_mask(T, S, mask=KEEP)},
+        (ValueError, "block_mask", "a mask or mask_modifiers with it", "neither", "pass them too"),
+    ),
+    "block_mask_of_other_lengths": (
+        {"mask": KEEP, "block_mask": block_mask(128, 256, mask=True)},
+        (
+            ValueError,
+            "block_mask",
+            "one for 4 queries and 6 keys",
+            "one for 128 and 256",
+            r"make one for these lengths with pallas_flash\.block_mask",
+        ),
+    ),
+    "block_mask_of_other_heads": (
+        {"mask": KEEP, "block_mask": block_mask(T, S, heads=3, mask=np.ones((3, T, S), bool))},
+        (ValueError, "block_mask", "1 or 4 along N", "3", "make one for this batch and these heads"),
+    ),
+    "block_mask_of_another_batch": (
+        {"mask": KEEP, "block_mask": block_mask(T, S, batch=(3,), mask=np.ones((3, 1, T, S), bool))},
+        (ValueError, "block_mask", "1 or 2 along B", "3", "make one for this batch and these heads"),
+    ),
     "precision": (
         {"precision": "best"},
         (ValueError, "precision", "'default', 'high', 'highest'", "'best'", "None follows"),
@@ -244,11 +389,107 @@ WRONG = {
 @pytest.mark.parametrize(("arguments", "error"), WRONG.values(), ids=WRONG)
 @pytest.mark.parametrize("function", [flash_attention, explain], ids=lambda function: function.__name__)
 def test_misuse_is_named(function, arguments, error):
+    assert_named(function, {**TENSORS, **arguments}, error)
+
+
+def assert_named(function, arguments, error):
+    """What `function` raises with these keywords is what an entry of the tables says."""
     kind, argument, expected, came, remedy = error
     message = rf"^{argument}\b.*: expected.*{expected}.*got.*{came}.*; .*{remedy}"
     with pytest.raises((TypeError, ValueError), match=message) as raised:
-        function(**{**TENSORS, **arguments})
+        function(**arguments)
     assert raised.type is kind
+
+
+PACKED = {"query": array(5, N, H), "key": array(7, K, H), "value": array(7, K, H)}
+CU_SEQLENS = {"cu_seqlens_q": np.array([0, 2, 5]), "cu_seqlens_k": np.array([0, 0, 7])}
+WRONG_PACKED = {
+    "batch_axis": (
+        {"key": array(1, 7, K, H)},
+        (ValueError, "key", r"shape \[total, heads, head dim\]", r"\(1, 7, 2, 8\)", "sequences are packed"),
+    ),
+    "mixed_dtypes": (
+        {"value": array(7, K, H, dtype=jnp.bfloat16)},
+        (ValueError, "value", "dtype of query, float32", "bfloat16", "cast query, key and value to one dtype"),
+    ),
+    "value_length": (
+        {"value": array(6, K, H)},
+        (ValueError, "value", r"key's length and heads \(7, 2\)", r"\(6, 2\)", "one entry per position and head"),
+    ),
+    "float_starts": (
+        {"cu_seqlens_q": array(3)},
+        (TypeError, "cu_seqlens_q", "an integer dtype", "float32", "count tokens"),
+    ),
+    "starts_by_batch": (
+        {"cu_seqlens_k": np.zeros((1, 3), np.int32)},
+        (ValueError, "cu_seqlens_k", r"shape \[sequences \+ 1\]", r"\(1, 3\)", "start it with 0"),
+    ),
+    "scalar_starts": (
+        {"cu_seqlens_q": np.int32(0)},
+        (ValueError, "cu_seqlens_q", r"shape \[sequences \+ 1\]", r"\(\)", "start it with 0"),
+    ),
+    "no_starts": (
+        {"cu_seqlens_q": np.zeros(0, np.int32)},
+        (ValueError, "cu_seqlens_q", r"shape \[sequences \+ 1\]", r"\(0,\)", "start it with 0"),
+    ),
+    "other_number_of_sequences": (
+        {"cu_seqlens_k": np.array([0, 7])},
+        (
+            ValueError,
+            "cu_seqlens_k",
+            r"the shape of cu_seqlens_q, \(3,\)",
+            r"\(2,\)",
+            "a sequence without keys has equal start and end",
+        ),
+    ),
+    "offset_shape": (
+        {"query_offset": np.array([1, 2, 3])},
+        (ValueError, "query_offset", r"shape \(2,\)", r"\(3,\)", "one int32 per"),
+    ),
+    "offset_float": (
+        {"query_offset": np.float32(1)},
+        (TypeError, "query_offset", "an integer dtype", "float32", "one int32 per"),
+    ),
+    "window": (
+        {"local_window_size": (1, -2)},
+        (ValueError, "local_window_size", r"a pair \(left, right\)", r"\(1, -2\)", "use None for a side"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "error"), WRONG_PACKED.values(), ids=WRONG_PACKED)
+def test_misuse_of_packed_sequences_is_named(arguments, error):
+    def function(*, query, key, value, cu_seqlens_q, cu_seqlens_k, **options):
+        return flash_attention_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, **options)
+
+    assert_named(function, {**PACKED, **CU_SEQLENS, **arguments}, error)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ((array(T, S),), (TypeError, "mask_modifiers", "functions of a tile", "", "an array is passed as `mask`")),
+        ((diagonal, (array(T),)), (ValueError, "axes", "one string for each of 1 operands", r"\(\)", "'BT', 'BS'")),
+        ((diagonal, (), ("T",)), (ValueError, "axes", "one string for each of 0 ope", r"\('T',\)", "'BT', 'BS'")),
+        *(
+            (
+                (diagonal, (array(T),), (letters,)),
+                (ValueError, "axes", "letters of 'BNTS' in this", repr(letters), "NTS"),
+            )
+            for letters in ("TB", "TT", "K", "bt", 1)
+        ),
+    ],
+)
+def test_fields_of_modifiers(fields, error):
+    made = object.__new__(MaskModifier)  # the constructor's arguments are refused by the type checker of conftest.py
+    vars(made).update(zip(("function", "operands", "axes"), (*fields, *((), ())[len(fields) - 1 :]), strict=True))
+    assert_named(lambda: made.__post_init__(), {}, error)
+
+
+@pytest.mark.parametrize("name", ["scale", "query", "block_mask", "bias"])
+def test_block_mask_takes_masks_only(name):
+    with pytest.raises(TypeError, match=rf"^block_mask: expected masks, .*got \['{name}'\]; leave .*flash_attention"):
+        block_mask(T, S, mask=KEEP, **{name: None})
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -263,7 +504,7 @@ def test_traced_flag(name):
         jax.jit(lambda flag: flash_attention(**TENSORS, **{name: flag}))(True)
 
 
-@pytest.mark.parametrize("name", ["mask", "bias", "dropout_rate", "logits_soft_cap"])
+@pytest.mark.parametrize("name", ["bias", "dropout_rate", "logits_soft_cap", "score_modifiers"])
 @pytest.mark.parametrize("function", [flash_attention, explain], ids=lambda function: function.__name__)
 def test_unknown_keyword(function, name):
     with pytest.raises(TypeError, match=rf"unexpected keyword argument '{name}'"):

@@ -219,7 +219,7 @@ def test_many_programs_and_elements(B, T, N, H, implementation):
 @KERNELS
 @pytest.mark.parametrize("H", [64, 128, 256])
 def test_packed_sequences_are_those_alone(H, implementation):
-    """Sequences of any lengths, one of them without queries, aligned to their last tokens; within 5 bfloat16 epsilons."""
+    """Sequences of any lengths, one without queries, aligned to their last tokens; within 2.6 bfloat16 epsilons."""
     cu_q, cu_k = np.array([0, 300, 300, 517, 900]), np.array([0, 260, 350, 360, 1000])
     rng = jax.random.key(0)
     q, k = (jax.random.normal(rng, (n, heads, H), jnp.bfloat16) for n, heads in ((900, 4), (1000, 2)))

@@ -24,6 +24,11 @@ OPTIONS = {
     "window_causal": {"local_window_size": (2, 2), "is_causal": True},
     "lengths": {"query_seq_lengths": (5, 2), "key_value_seq_lengths": (3, 6)},
     "no_keys": {"query_seq_lengths": (4, 5), "key_value_seq_lengths": (0, 4)},
+    "mask": {"mask": np.arange(B * N * T * S).reshape(B, N, T, S) % 7 % 2 == 0},
+    "mask_of_keys": {"mask": (np.arange(B * S) % 4 > 0).reshape(B, 1, 1, S)},
+    "mask_of_one_head": {"mask": np.array([True, False, True, True])[:, None, None], "is_causal": True},
+    "segments": {"query_segment_ids": (0, 2, 2, 0, -1), "key_value_segment_ids": ((2, 0, 0, -1, 5, 0), (0,) * S)},
+    "functions": {"mask_functions": (lambda b, n, t, s: (s + n) % 3 > b, lambda b, n, t, s: s != t)},
     "everything": {
         "scale": 0.4,
         "is_causal": True,
@@ -31,8 +36,13 @@ OPTIONS = {
         "query_offset": (1, 0),
         "query_seq_lengths": (4, 5),
         "key_value_seq_lengths": (6, 3),
+        "mask": np.arange(N * T * S).reshape(1, N, T, S) % 5 > 0,
+        "query_segment_ids": (0, 0, 1, 1, 1),
+        "key_value_segment_ids": (0, 1, 0, 1, 1, 1),
+        "mask_functions": (lambda b, n, t, s: s != 2 * n,),
     },
 }
+SIDES = (("query", T), ("key_value", S))
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
@@ -146,8 +156,8 @@ def test_a_row_by_hand():
     np.testing.assert_allclose(residual[0, :, 0], np.log([3, 8]), rtol=1e-15)
 
 
-def by_definition(t: int, u: int, b: int, options: dict) -> bool:
-    """Whether query t attends to key u in batch entry b, one score at a time."""
+def by_definition(b: int, n: int, t: int, u: int, options: dict) -> bool:
+    """Whether query t attends to key u in batch entry b and head n, one score at a time."""
 
     def entry(name: str, default: int) -> int:
         given = options.get(name, default)
@@ -156,31 +166,40 @@ def by_definition(t: int, u: int, b: int, options: dict) -> bool:
     window = options.get("local_window_size")
     left, right = window if isinstance(window, tuple) else (window, window)
     distance = u - (t + entry("query_offset", 0))
+    ids = [np.broadcast_to(options.get(f"{side}_segment_ids", 7), (B, size)) for side, size in SIDES]
+    mask = np.broadcast_to(options.get("mask", True), (B, N, T, S))
     return (
         t < entry("query_seq_lengths", T)
         and u < entry("key_value_seq_lengths", S)
         and (distance <= 0 or not options.get("is_causal", False))
         and (left is None or distance >= -left)
         and (right is None or distance <= right)
+        and ids[0][b, t] == ids[1][b, u] >= 0
+        and mask[b, n, t, u]
+        and all(function(b, n, t, u) for function in options.get("mask_functions", ()))
     )
 
 
 @every_option
 def test_kept_by_definition(options):
-    mask = oracle.kept(B, T, S, **{name: value for name, value in options.items() if name != "scale"})
-    for b, t, u in itertools.product(range(B), range(T), range(S)):
-        assert mask[b, t, u] == by_definition(t, u, b, options)
+    mask = oracle.kept(B, N, T, S, **{name: value for name, value in options.items() if name != "scale"})
+    for place in np.ndindex(mask.shape):
+        assert mask[place] == by_definition(*place, options)
 
 
-@pytest.mark.parametrize("name", ["empty_rows", "offset_per_batch", "lengths", "no_keys", "everything"])
+EMPTY = ["empty_rows", "offset_per_batch", "lengths", "no_keys", "mask_of_keys", "mask_of_one_head", "segments"]
+
+
+@pytest.mark.parametrize("name", [*EMPTY, "everything"])
 @pytest.mark.parametrize("attend", ["oracle", "dense"])
 def test_what_takes_no_part_is_never_read(name, attend):
     options = OPTIONS[name]
-    mask = oracle.kept(B, T, S, **{name: value for name, value in options.items() if name != "scale"})
-    rows, columns = mask.any(2), mask.any(1)
+    mask = oracle.kept(B, N, T, S, **{name: value for name, value in options.items() if name != "scale"})
+    rows = np.swapaxes(mask.any(3), 1, 2)  # [B, T, N]
+    columns = np.swapaxes(mask.reshape(B, K, N // K, T, S).any((2, 3)), 1, 2)  # [B, S, K]
     assert not rows.all() or not columns.all()
     clean = tensors()
-    spoiled = [np.where(part.reshape(*part.shape, *[1] * (x.ndim - 2)), x, np.nan)
+    spoiled = [np.where(part.reshape(*part.shape, *[1] * (x.ndim - 3)), x, np.nan)
                for x, part in zip(clean, (rows, columns, columns, rows, rows), strict=True)]  # fmt: skip
     if attend == "dense":
         result, expected = (dense.attend(*x[:3], np.float32, **options) for x in (spoiled, clean))

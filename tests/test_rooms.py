@@ -10,28 +10,33 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 LIBRARY = "pallas_flash"
 
-TRITON = ["kernels.grid", "kernels.triton.launch", "masks", "plan", "problem", "softmax", "tile"]
-MOSAIC = ["kernels.grid", "kernels.mosaic_gpu.pipeline", "masks", "plan", "problem", "softmax"]
+TRITON = ["kernels.clean", "kernels.grid", "kernels.triton.launch", "lists", "masks", "plan", "problem", "softmax"]
+MOSAIC = ["kernels.grid", "kernels.mosaic_gpu.pipeline", "lists", "masks", "plan", "problem", "softmax"]
 MAY_IMPORT = {
     "tile": [],
     "masks": ["tile"],
+    "patterns": ["masks", "tile"],
+    "survey": ["masks", "patterns"],
     "softmax": [],
     "plan": [],
-    "problem": ["masks", "plan"],
-    "xla": ["masks", "softmax", "problem", "tile"],
+    "problem": ["masks", "patterns", "plan", "survey"],
+    "lists": ["masks", "patterns", "problem"],
+    "xla": ["lists", "masks", "patterns", "softmax", "problem", "tile"],
     "kernels": [],
+    "kernels.clean": ["lists", "problem"],
     "kernels.device": ["problem"],
     "kernels.grid": ["masks"],
-    "kernels.triton.launch": ["kernels.device", "kernels.grid", "masks", "plan", "problem", "softmax", "tile"],
+    "kernels.triton.launch": ["kernels.device", "kernels.grid", "lists", "masks", "plan", "problem", "softmax", "tile"],
     "kernels.triton.forward": TRITON,
     "kernels.triton.backward": TRITON,
     "kernels.triton": ["kernels.triton.launch", "kernels.triton.forward", "kernels.triton.backward"],
-    "kernels.mosaic_gpu.operands": ["kernels.device", "masks", "plan", "problem", "softmax"],
-    "kernels.mosaic_gpu.pipeline": ["kernels.grid", "masks", "plan", "problem", "softmax", "tile"],
-    "kernels.mosaic_gpu.forward": [*MOSAIC, "kernels.mosaic_gpu.operands"],
+    "kernels.mosaic_gpu.operands": ["kernels.device", "plan", "problem", "softmax"],
+    "kernels.mosaic_gpu.pipeline": ["kernels.grid", "lists", "masks", "plan", "problem", "softmax", "tile"],
+    "kernels.mosaic_gpu.forward": [*MOSAIC, "kernels.clean", "kernels.mosaic_gpu.operands"],
     "kernels.mosaic_gpu.backward_together": MOSAIC,
     "kernels.mosaic_gpu.backward_alone": MOSAIC,
     "kernels.mosaic_gpu.backward": [
+        "kernels.clean",
         "kernels.mosaic_gpu.backward_alone",
         "kernels.mosaic_gpu.backward_together",
         "kernels.mosaic_gpu.operands",
@@ -46,9 +51,10 @@ MAY_IMPORT = {
     ],
     "dispatch": ["plan", "problem"],
     "vjp": ["dispatch", "problem"],
-    "api": ["dispatch", "plan", "problem", "vjp"],
+    "api": ["dispatch", "patterns", "plan", "problem", "survey", "vjp"],
+    "varlen": ["dispatch", "patterns", "problem", "vjp"],
     "testing": ["", "api", "softmax"],
-    "": ["api", "dispatch", "plan", "problem", "softmax", "vjp"],
+    "": ["api", "dispatch", "patterns", "plan", "softmax", "survey", "varlen", "vjp"],
 }
 """Room → rooms whose modules it may import; "" is the package itself, its public names. A file without a row fails."""
 
