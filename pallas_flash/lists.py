@@ -111,7 +111,7 @@ def listed(problem: Problem, block_q: int, block_k: int, by_query: bool, swapped
     status = patterns.found(problem.mask, cells)
     status = status if by_query else jnp.swapaxes(status, 2, 3)
     order = jnp.argsort(jnp.where(status == NONE, ALL + 1, status), axis=-1, stable=True).astype(jnp.int32)
-    parts = zip(used(problem), (block_q, block_k), cells.shape, strict=True)
+    parts = zip(used(problem, cells), (block_q, block_k), cells.shape, strict=True)
     (rows_used, rows_unused), (columns_used, columns_unused) = [_by_block(*part) for part in parts][
         :: 1 if by_query else -1
     ]
@@ -130,9 +130,9 @@ def listed(problem: Problem, block_q: int, block_k: int, by_query: bool, swapped
     return dataclasses.replace(problem, mask=mask)
 
 
-def used(problem: Problem) -> tuple[Array | None, Array | None]:
-    """Booleans [B or 1, T] and [B or 1, S]: queries and keys that take part at all. None: all."""
-    cells = Cells(problem.B, problem.N, problem.T, problem.S, *[patterns.CELL] * 2)
+def used(problem: Problem, cells: Cells | None = None) -> tuple[Array | None, Array | None]:
+    """Booleans [B or 1, T] and [B or 1, S]: queries and keys that take part at all, by way of `cells`. None: all."""
+    cells = cells or Cells(problem.B, problem.N, problem.T, problem.S, *[patterns.CELL] * 2)
     per_batch = jax.tree.map(lambda leaf: leaf[:, None] if leaf.ndim == 1 else leaf, problem.mask)
     spans = masks.used(per_batch, problem.T, problem.S)
     found = []

@@ -41,13 +41,11 @@ class Pattern(Mask):
         return Span(columns.lo, columns.lo)
 
     def status(self, cells: Cells) -> Array:
-        kept = _kept(self, cells)
-        some, every = jnp.any(kept, (3, 5)), jnp.all(kept, (3, 5))
+        some, every = (jnp.any(_by_query(self, cells), 3), jnp.all(jnp.all(_kept(self, cells), 5), 3))
         return jnp.where(some, jnp.where(every, ALL, SOME), NONE)
 
     def participants(self, cells: Cells) -> tuple[Array | None, Array | None]:
-        kept = _kept(self, cells)
-        queries, keys = jnp.any(kept, (1, 4, 5)), jnp.any(kept, (1, 2, 3))
+        queries, keys = jnp.any(_by_query(self, cells), (1, 4)), jnp.any(jnp.any(_kept(self, cells), 3), (1, 2))
         return queries.reshape(len(queries), -1)[:, : cells.T], keys.reshape(len(keys), -1)[:, : cells.S]
 
 
@@ -81,6 +79,11 @@ def _kept(mask: Mask, cells: Cells) -> Array:
     inside = (q_ids < cells.T) & (k_ids < cells.S)
     kept = inside if kept is None else jnp.logical_and(kept, inside)
     return kept[(None,) * (6 - kept.ndim)]
+
+
+def _by_query(mask: Mask, cells: Cells) -> Array:
+    """Whether a query keeps anything of a cell, [B, N, rows, block_q, columns]: what several questions start with."""
+    return jnp.any(_kept(mask, cells), 5)
 
 
 @jax.tree_util.register_dataclass
@@ -144,13 +147,18 @@ class Intervals(Pattern):
 
     Attributes:
         lo, hi: int32 [B or 1, 1, T, 1].
+        keys: bool [B or 1, S]: whether a key lies in some interval.
     """
 
     lo: Leaf
     hi: Leaf
+    keys: Leaf
 
     def keep(self, tile: Tile) -> Array:
         return (tile.k_ids >= tile.read(self.lo)) & (tile.k_ids < tile.read(self.hi))
+
+    def with_arrays(self, change: Callable[[Array], Array]) -> Mask:
+        return Intervals(change(self.lo), change(self.hi), None)
 
     def status(self, cells: Cells) -> Array:
         rows, _ = cells.shape
@@ -163,10 +171,8 @@ class Intervals(Pattern):
         return jnp.where(some, jnp.where(every, ALL, SOME), NONE)
 
     def participants(self, cells: Cells) -> tuple[Array | None, Array | None]:
-        lo, hi = (x[:, 0, :, 0] for x in (self.lo, self.hi))
-        hi = jnp.maximum(lo, hi)
-        starts = jax.vmap(lambda at: jnp.zeros(cells.S + 1, jnp.int32).at[at].add(1))
-        return lo < hi, (jnp.cumsum(starts(lo) - starts(hi), 1) > 0)[:, : cells.S]
+        del cells
+        return (self.lo < self.hi)[:, 0, :, 0], self.keys
 
 
 @jax.tree_util.register_dataclass

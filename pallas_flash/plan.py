@@ -253,7 +253,7 @@ def choose_mosaic(T: int, H: int, Hv: int, grows: bool = False) -> MosaicPlan:
     """The plan of the Mosaic-GPU kernels for a Hopper GPU; `grows` as of a mask (`masks.Mask.grows`)."""
     width = whole(max(H, Hv))
     forward, backward, dq, dkv = (blocks and MosaicBlocks(*blocks) for blocks in _MOSAIC[width])
-    forward, dq = (dataclasses.replace(x, block_q=min(x.block_q, whole(T))) for x in (forward, dq))
+    forward, dq = (dataclasses.replace(x, block_q=min(x.block_q, whole(max(T, 1)))) for x in (forward, dq))
     if grows:  # the tiles that run side by side differ in length, and drift apart
         forward, backward = (x and dataclasses.replace(x, head_group=8) for x in (forward, backward))
     return MosaicPlan(forward, backward, dq, dkv)

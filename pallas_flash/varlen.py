@@ -85,8 +85,8 @@ def _starts(cu_seqlens_q: ArrayLike, cu_seqlens_k: ArrayLike) -> tuple[Array, Ar
     starts = []
     for name, given in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         x = problem.array(name, given, "integer")
-        if x.ndim != 1 or x.size == 0:
-            raise ValueError(f"{name}: expected shape [sequences + 1], got {x.shape}; start it with 0")
+        if x.ndim != 1 or x.size < 2:
+            raise ValueError(f"{name}: expected shape [sequences + 1], got {x.shape}; one sequence is [0, total]")
         starts.append(x.astype(jnp.int32))
     if starts[0].shape != starts[1].shape:
         raise ValueError(
@@ -98,13 +98,23 @@ def _starts(cu_seqlens_q: ArrayLike, cu_seqlens_k: ArrayLike) -> tuple[Array, Ar
 
 def _intervals(q_starts: Array, k_starts: Array, offset: Array, lo, hi, T: int, S: int) -> Intervals:
     """The keys of each query: those of its sequence whose distance to its position is `lo … hi`."""
-    t = lax.iota(jnp.int32, T)
-    i = jnp.searchsorted(q_starts, t, side="right") - 1
-    packed = (i >= 0) & (t < q_starts[-1])
-    i = jnp.clip(i, 0, max(len(q_starts) - 2, 0))
-    first, end = k_starts[i], jnp.minimum(k_starts[jnp.minimum(i + 1, len(k_starts) - 1)], S)
-    position = first + t - q_starts[i] + (offset[i] if len(offset) else 0)
-    start = first if lo is None else jnp.maximum(first, position + lo)
-    end = end if hi is None else jnp.minimum(end, position + hi + 1)
-    start, end = (jnp.where(packed & (start < end), x, 0)[None, None, :, None] for x in (start, end))
-    return Intervals(start, end)
+    i, t = _place(q_starts, T)
+    first, count = k_starts[i], k_starts[i + 1] - k_starts[i]
+    start = jnp.int32(0) if lo is None else jnp.maximum(0, t + offset[i] + lo)
+    end = count if hi is None else jnp.minimum(count, t + offset[i] + hi + 1)
+    start, end = (jnp.where((t >= 0) & (start < end), first + x, 0)[None, None, :, None] for x in (start, end))
+
+    i, u = _place(k_starts, S)
+    positions = q_starts[i + 1] - q_starts[i]
+    keys = (u >= 0) & (positions > 0)
+    keys &= True if lo is None else u >= offset[i] + lo
+    keys &= True if hi is None else u < offset[i] + positions + hi
+    return Intervals(start, end, keys[None])
+
+
+def _place(starts: Array, count: int) -> tuple[Array, Array]:
+    """For each of `count` tokens the number of its sequence and its index there, which is negative outside of all."""
+    token = lax.iota(jnp.int32, count)
+    i = jnp.sum(starts[1:-1] <= token[:, None], 1)
+    inside = (token >= starts[0]) & (token < starts[-1])
+    return i, jnp.where(inside, token - starts[i], -1)
