@@ -205,8 +205,10 @@ def _version(package: str) -> str | None:
 def commit() -> str:
     """The commit with `+dirty` if files differ from it, results aside: each run changes those itself.
 
-    Without git it is the environment variable PALLAS_FLASH_COMMIT; a row must name one.
+    The environment variable PALLAS_FLASH_COMMIT goes before what git says; a row must name one.
     """
+    if named := os.environ.get("PALLAS_FLASH_COMMIT"):
+        return named
 
     def git(*args):
         return subprocess.run(("git", "-C", ROOT, *args), capture_output=True, text=True, check=True).stdout.strip()
@@ -215,9 +217,7 @@ def commit() -> str:
         changed = git("status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")
         return git("rev-parse", "HEAD") + ("+dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        if not (named := os.environ.get("PALLAS_FLASH_COMMIT")):
-            sys.exit("no git here: set PALLAS_FLASH_COMMIT to the commit that is measured")
-        return named
+        sys.exit("no git here: set PALLAS_FLASH_COMMIT to the commit that is measured")
 
 
 def environment() -> dict[str, Any]:

@@ -13,6 +13,7 @@ from test_attention import IMPLEMENTATIONS
 
 from pallas_flash import flash_attention, merge
 from pallas_flash.testing import error
+from pallas_flash.tile import Tile
 
 CASE = Case(
     "gradients", B=2, T=37, S=45, N=4, K=2, H=16, is_causal=True, query_offset=8, key_value_seq_lengths=(45, 30)
@@ -96,6 +97,57 @@ def test_keys_beyond_every_offset_may_hold_nan():
         for keys, values in ((poisoned[0], v), (k, poisoned[1])):
             for ours, ref in zip(run(q, keys, values, do, dlse), clean, strict=True):
                 assert np.array_equal(ours, ref)
+
+
+SIDES = ("query", "key_value")
+HALVES = np.arange(40) < 20
+PADDED = {
+    "keys": {"mask": np.arange(40) % 7 > 1},
+    "queries": {"mask": (np.arange(40) % 7 > 1)[:, None]},
+    "both": {"mask": np.outer(HALVES, np.arange(40) % 3 > 0)[None, None]},
+    "whole_blocks": {"mask": np.outer(np.arange(40) % 32 < 16, HALVES)},
+    "entries": {"mask": np.array([False, True])[:, None, None, None]},
+    "segments": {f"{side}_segment_ids": np.where(np.arange(40) % 11 > 2, np.arange(40) // 15, -1) for side in SIDES},
+    "ids_of_one_side": {"query_segment_ids": np.arange(40) // 10, "key_value_segment_ids": 6 - np.arange(40) // 10},
+    "function": {"mask_modifiers": (lambda tile: (tile.q_ids > 5) & (tile.k_ids % 5 > 0),)},
+    "causal": {"mask": np.arange(40)[:, None] >= 30, "is_causal": True, "query_offset": -5},
+    "mask_and_causal": {"mask": np.tri(40, k=-1, dtype=bool).T | (np.arange(40) < 9), "is_causal": True},
+    "mask_and_segments": {
+        **{f"{side}_segment_ids": np.arange(40) // 20 for side in SIDES},
+        "mask": np.outer(HALVES, ~HALVES) | (np.arange(40) < 9),
+    },
+    "two_masks": {"mask": HALVES[:, None] | HALVES, "mask_modifiers": (lambda tile: tile.q_ids + tile.k_ids > 50,)},
+    "head_groups": {"mask": np.stack([np.arange(40) % 4 < n for n in (2, 3, 1, 1)])[:, None]},
+}
+"""Masks that leave out some queries or keys, alone and where it takes several of them to do so."""
+
+
+@pytest.mark.parametrize("name", PADDED)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_what_no_mask_lets_take_part_may_hold_nan_and_inf(implementation, name):
+    """Results and gradients are those without it, and its gradients exactly 0."""
+    case = Case(f"padded_{name}", T=40, N=4, K=2, H=16)
+    options = {n: np.asarray(x) if "ids" in n or n == "mask" else x for n, x in PADDED[name].items()}
+    functions = [
+        lambda b, n, t, s, keep=keep: np.asarray(keep(Tile(t, s, b, n))) for keep in options.get("mask_modifiers", ())
+    ]
+    known = {n: x for n, x in options.items() if n != "mask_modifiers"}
+    keep = oracle.kept(2, 4, 40, 40, mask_functions=functions, **known)
+    q, k, v, do, dlse = checks.inputs(case)
+    rows = np.swapaxes(~keep.any(3), 1, 2)
+    columns = np.swapaxes(~keep.reshape(2, 2, 2, 40, 40).any((2, 3)), 1, 2)
+    assert rows.any() or columns.any()
+    attention = functools.partial(flash_attention, return_residual=True, **IMPLEMENTATIONS[implementation], **options)
+    run = checks.evaluator(attention)
+    clean = run(q, k, v, do, dlse)
+    assert all(np.isfinite(x).all() for x in (clean[0], *clean[2:]))
+    for fill in (jnp.nan, jnp.inf):
+        spoiled = [jnp.where(part[..., None], fill, x) for x, part in
+                   zip((q, k, v, do), (rows, columns, columns, rows), strict=True)]  # fmt: skip
+        found = run(*spoiled, dlse)
+        for ours, right in zip(found, clean, strict=True):
+            assert np.array_equal(ours, right)
+        assert not found[2][rows].any() and not found[3][columns].any() and not found[4][columns].any()
 
 
 def test_xla_has_forward_mode_and_second_order():

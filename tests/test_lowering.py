@@ -18,7 +18,7 @@ import pytest
 from cases import BENCHMARK, HALF, LARGE, SMALL, Case
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_flash import RESIDUAL_NAMES, explain, flash_attention, vjp
+from pallas_flash import RESIDUAL_NAMES, MaskModifier, explain, flash_attention, vjp
 
 FACTS = pathlib.Path(__file__).with_name("lowering_facts.json")
 DEVICES = {
@@ -202,6 +202,26 @@ def test_values_never_recompile(options):
         flash_attention(
             q, q, q, is_causal=True, key_value_seq_lengths=lengths, query_offset=offset, scale=scale, **options
         ).block_until_ready()
+    assert vjp.attend._cache_size() == before + 1
+
+
+def below(tile, limit):
+    return tile.k_ids < limit
+
+
+@pytest.mark.parametrize("options", [{}, {"interpret": True}], ids=["xla", "triton"])
+def test_masks_never_recompile(options):
+    """keras#21808: nor do 20 masks, ids and operands of one shape."""
+    q = jnp.ones((2, 16, 2, 8))
+    flash_attention(q, q, q, **options)
+    draw = np.random.default_rng(0)
+    before = vjp.attend._cache_size()
+    for _ in range(20):
+        ids, limit = draw.integers(-1, 3, (2, 16)), draw.integers(0, 16, (2, 1))
+        flash_attention(
+            q, q, q, mask=draw.random((16, 16)) < 0.5, query_segment_ids=ids, key_value_segment_ids=ids,
+            mask_modifiers=(MaskModifier(below, (limit,), ("BT",)),), **options,
+        ).block_until_ready()  # fmt: skip
     assert vjp.attend._cache_size() == before + 1
 
 

@@ -115,6 +115,82 @@ def test_row_without_keys(options, S):
     assert not dq[0, 0].any() and all(np.isfinite(x).all() for x in (dq, dk, dv))
 
 
+@pytest.mark.parametrize("S", [10, 130])
+@every_implementation
+def test_masked_row(options, S):
+    """pytorch#103749: the same where a mask says so; a row before it, and the keys, are as without that row."""
+    q, k, v = normal(0, 1, 6, 2, 8), normal(1, 1, S, 2, 8), normal(2, 1, S, 2, 8)
+    mask = np.ones((6, S), bool)
+    mask[-1] = False
+    attention = functools.partial(flash_attention, mask=mask, **options)
+    out, residual = attention(q, k, v, return_residual=True)
+    assert not out[0, -1].any() and np.isneginf(residual[0, -1]).all() and np.isfinite(residual[0, :-1]).all()
+    dq, *found = gradients(attention, q, k, v)
+    assert not dq[0, -1].any()
+    for ours, right in zip(
+        found, gradients(functools.partial(flash_attention, **options), q[:, :-1], k, v)[1:], strict=True
+    ):
+        assert error(ours, np.asarray(right)) <= 2 * tolerance(0.0, np.asarray(right), "float32")
+
+
+@every_implementation
+def test_mask_of_keys_alone(options):
+    """jax#28974: axes of size 1 broadcast, [B, 1, 1, S]."""
+    q, k, v = (normal(i, 4, 32, 4, 16, dtype="bfloat16") for i in range(3))
+    mask = np.random.default_rng(0).random((4, 1, 1, 32)) < 0.5
+    narrow, wide = (flash_attention(q, k, v, mask=m, **options) for m in (mask, np.broadcast_to(mask, (4, 4, 32, 32))))
+    assert np.array_equal(narrow, wide)
+    right = oracle.attend(q, k, v, mask=mask)[0]
+    by_matrix = dense.attend(q, k, v, dtype="bfloat16", mask=mask)[0]
+    assert error(narrow, right) <= tolerance(error(by_matrix, right), right, "bfloat16")
+
+
+@every_implementation
+def test_mask_beside_causal(options):
+    """maxtext#878: both hold. Key 0 is hidden from the second entry, so its first query sees nothing."""
+    q, v = jnp.zeros((2, 5, 1, 8)), jnp.broadcast_to(jnp.eye(5, 8)[None, :, None], (2, 5, 1, 8))
+    mask = np.ones((2, 1, 1, 5), bool)
+    mask[1, ..., 0] = False
+    out = flash_attention(q, q, v, mask=mask, is_causal=True, **options)
+    for b, t in np.ndindex(2, 5):
+        assert np.array_equal(np.flatnonzero(out[b, t, 0]), np.arange(b, t + 1))
+
+
+@every_implementation
+def test_segments_are_apart(options):
+    """maxtext#4476: the first query of a segment sees itself alone, and nothing flows from one segment to another."""
+    q, k, v = (normal(i, 2, 64, 2, 16) for i in range(3))
+    ids = np.where(np.arange(64) < 24, 0, 1)
+    attention = functools.partial(
+        flash_attention, is_causal=True, query_segment_ids=ids, key_value_segment_ids=ids, **options
+    )
+    assert np.array_equal(attention(q, k, v)[:, 24], v[:, 24])
+    for x in gradients(lambda *qkv: attention(*qkv)[:, 24:], q, k, v):
+        assert not x[:, :24].any() and x[:, 24:].any()
+
+
+@every_implementation
+def test_mask_with_several_batch_axes(options):
+    """Reports of tokamax and nnx: a mask of part of the batch axes, and lengths, broadcast over two of them."""
+    q, k, v = normal(0, 2, 3, 4, 2, 8), normal(1, 2, 3, 6, 2, 8), normal(2, 2, 3, 6, 2, 8)
+    mask = np.random.default_rng(0).random((2, 1, 1, 4, 6)) < 0.7
+    lengths = np.array([[3, 6, 1], [4, 0, 5]])
+    ids = np.random.default_rng(1).integers(0, 2, (3, 6))
+    found = flash_attention(
+        q, k, v, mask=mask, key_value_seq_lengths=lengths, query_segment_ids=ids[:, :4], key_value_segment_ids=ids,
+        return_residual=True, **options,
+    )  # fmt: skip
+    right = oracle.attend(
+        *(x.reshape(6, *x.shape[2:]) for x in (q, k, v)), key_value_seq_lengths=lengths.reshape(-1),
+        mask=np.broadcast_to(mask, (2, 3, 1, 4, 6)).reshape(6, 1, 4, 6),
+        query_segment_ids=np.tile(ids[:, :4], (2, 1)), key_value_segment_ids=np.tile(ids, (2, 1)),
+    )  # fmt: skip
+    for ours, ref in zip(found, right, strict=True):
+        ours = np.asarray(ours, np.float64).reshape(ref.shape)
+        assert np.array_equal(np.isfinite(ours), np.isfinite(ref))
+        assert error(np.where(np.isfinite(ref), ours, 0), np.where(np.isfinite(ref), ref, 0)) <= 2e-6
+
+
 @pytest.mark.parametrize("T,S,empty", [(3, 128, 0), (5, 2, 3), (11, 8, 3)])
 @every_implementation
 def test_bottom_right_alignment(options, T, S, empty):
