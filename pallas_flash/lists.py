@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_flash import masks, patterns
-from pallas_flash.masks import ALL, NONE, SOME, Carry, Cells, Index, Leaf, Lengths, Mask, Span, Visit
+from pallas_flash.cells import ALL, NONE, SOME, Cells, Index, Span
+from pallas_flash.masks import Carry, Leaf, Lengths, Mask, Visit
 from pallas_flash.problem import Problem
 
 
@@ -112,17 +113,15 @@ def listed(problem: Problem, block_q: int, block_k: int, by_query: bool, swapped
     status = status if by_query else jnp.swapaxes(status, 2, 3)
     order = jnp.argsort(jnp.where(status == NONE, ALL + 1, status), axis=-1, stable=True).astype(jnp.int32)
     parts = zip(used(problem, cells), (block_q, block_k), cells.shape, strict=True)
-    (rows_used, rows_unused), (columns_used, columns_unused) = [_by_block(*part) for part in parts][
-        :: 1 if by_query else -1
-    ]
+    queries, keys = (_by_block(*part) for part in parts)
+    (rows_used, rows_unused), (columns_used, columns_unused) = (queries, keys) if by_query else (keys, queries)
     order = 2 * order + jnp.take_along_axis(jnp.broadcast_to(columns_unused, order.shape), order, -1)
     counts = jnp.stack([jnp.sum(status == SOME, -1), jnp.sum(status != NONE, -1)], -1).astype(jnp.int32)
     visited = (status != NONE).astype(jnp.int32)
     later = lax.cumsum(visited, 2, reverse=True) - visited if problem.deterministic and not by_query else None
 
     def prepared(leaf: Array) -> Array:
-        ends = ((0, -n % block if n > 1 else 0) for n, block in zip(leaf.shape[2:], (block_q, block_k), strict=True))
-        leaf = jnp.pad(leaf.astype(jnp.int8) if leaf.dtype == bool else leaf, ((0, 0), (0, 0), *ends))
+        leaf = cells.padded(leaf.astype(jnp.int8) if leaf.dtype == bool else leaf)
         return jnp.swapaxes(leaf, 2, 3) if swapped and 1 not in leaf.shape[2:] else leaf
 
     mask = problem.mask.with_arrays(prepared)

@@ -22,59 +22,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_flash.cells import ALL, NONE, SOME, Cells, Index, Span
 from pallas_flash.tile import Tile
 
-Index = int | Array
 Leaf = Any  # of a pytree: an int32 array, or what JAX's transformations put in its place
 Carry = TypeVar("Carry")
-
-
-class Span(NamedTuple):
-    """Half-open range of indices; empty when `hi <= lo`."""
-
-    lo: Index
-    hi: Index
-
-    def holds(self, ids: Array) -> Array:
-        """bool, the shape of `ids`: which of them lie in the range."""
-        return (ids >= self.lo) & (ids < self.hi)
-
-    def is_whole(self, size: int) -> bool:
-        """Whether it is statically known to be 0 … size-1."""
-        return _is(self.lo, 0) and _is(self.hi, size)
-
-
-NONE, SOME, ALL = 0, 1, 2
-"""How much of a cell is kept; the smaller of two is, or bounds, that of both masks together."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Cells:
-    """The T×S scores of B batch entries and N heads, cut into cells of block_q×block_k; the last may reach beyond."""
-
-    B: int
-    N: int
-    T: int
-    S: int
-    block_q: int
-    block_k: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns of cells."""
-        return -(-self.T // self.block_q), -(-self.S // self.block_k)
-
-    @property
-    def rows(self) -> Span:
-        """Queries of each row of cells, [rows, 1]."""
-        first = self.block_q * jnp.arange(self.shape[0], dtype=jnp.int32)[:, None]
-        return Span(first, first + self.block_q)
-
-    @property
-    def columns(self) -> Span:
-        """Keys of each column of cells, [columns]."""
-        first = self.block_k * jnp.arange(self.shape[1], dtype=jnp.int32)
-        return Span(first, first + self.block_k)
 
 
 class Mask:
@@ -114,7 +66,7 @@ class Mask:
         """What `keep` needs of the mask, with each array over scores, [B or 1, N or 1, T or 1, S or 1], changed."""
         return jax.tree.map(lambda leaf: change(leaf) if leaf.ndim == 4 else leaf, self)
 
-    def status(self, cells: "Cells") -> Array:
+    def status(self, cells: Cells) -> Array:
         """int32, broadcastable to [B, N, rows, columns] of the cells: `NONE`, `SOME` or `ALL` of a cell is kept."""
         rows, columns = self.narrow(cells.rows, cells.columns)
         full = self.every(cells.rows, cells.columns)
@@ -122,7 +74,7 @@ class Mask:
         every = (full.lo <= cells.columns.lo) & (full.hi >= cells.columns.hi)
         return jnp.where(some, jnp.where(every, ALL, SOME), NONE)
 
-    def participants(self, cells: "Cells") -> tuple[Array | None, Array | None]:
+    def participants(self, cells: Cells) -> tuple[Array | None, Array | None]:
         """bool, broadcastable to [B, T] and [B, S]: queries and keys that take part in some score. None: as `used`."""
         del cells
         return None, None
@@ -256,12 +208,12 @@ class Both(Mask):
     def with_arrays(self, change: Callable[[Array], Array]) -> "Both":
         return Both(self.first.with_arrays(change), self.second.with_arrays(change))
 
-    def status(self, cells: "Cells") -> Array:
+    def status(self, cells: Cells) -> Array:
         if not self.reads:  # `narrow` of both together sees more than each alone
             return super().status(cells)
         return jnp.minimum(self.first.status(cells), self.second.status(cells))
 
-    def participants(self, cells: "Cells") -> tuple[Array | None, Array | None]:
+    def participants(self, cells: Cells) -> tuple[Array | None, Array | None]:
         pairs = zip(self.first.participants(cells), self.second.participants(cells), strict=True)
         queries, keys = (_and(*pair) for pair in pairs)
         return queries, keys

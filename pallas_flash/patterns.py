@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
-from pallas_flash.masks import ALL, NONE, SOME, Cells, Leaf, Lengths, Mask, Span
+from pallas_flash.cells import ALL, NONE, SOME, Cells, Span
+from pallas_flash.masks import Leaf, Lengths, Mask
 from pallas_flash.tile import Tile
 
 _FIRST_ID, _LAST_ID = -(2**31), 2**31 - 1
@@ -41,12 +42,18 @@ class Pattern(Mask):
         return Span(columns.lo, columns.lo)
 
     def status(self, cells: Cells) -> Array:
-        some, every = (jnp.any(_by_query(self, cells), 3), jnp.all(jnp.all(_kept(self, cells), 5), 3))
+        kept = _kept(self, cells)
+        some, every = jnp.any(jnp.any(kept, 5), 3), jnp.all(jnp.all(kept, 5), 3)
         return jnp.where(some, jnp.where(every, ALL, SOME), NONE)
 
     def participants(self, cells: Cells) -> tuple[Array | None, Array | None]:
-        queries, keys = jnp.any(_by_query(self, cells), (1, 4)), jnp.any(jnp.any(_kept(self, cells), 3), (1, 2))
-        return queries.reshape(len(queries), -1)[:, : cells.T], keys.reshape(len(keys), -1)[:, : cells.S]
+        kept = _kept(self, cells)
+        queries, keys = jnp.any(jnp.any(kept, 5), (1, 4)), jnp.any(jnp.any(kept, 3), (1, 2))
+
+        def to(size: int, part: Array) -> Array:
+            return jnp.broadcast_to(lax.collapse(part, 1)[:, :size], (len(part), size))
+
+        return to(cells.T, queries), to(cells.S, keys)
 
 
 def found(mask: Mask, cells: Cells) -> Array:
@@ -57,33 +64,28 @@ def found(mask: Mask, cells: Cells) -> Array:
 
 
 def _kept(mask: Mask, cells: Cells) -> Array:
-    """`keep` of all scores, broadcastable to [B, N, rows, block_q, columns, block_k]; False beyond T and S."""
+    """`keep` of all scores, broadcastable to [B, N, rows, block_q, columns, block_k].
+
+    Where it differs along T or S it is False beyond; a mask over keys alone is looked at once, not for each query.
+    """
     rows, columns = cells.shape
-    q_ids = jnp.arange(rows * cells.block_q, dtype=jnp.int32).reshape(rows, -1, 1, 1)
-    k_ids = jnp.arange(columns * cells.block_k, dtype=jnp.int32).reshape(columns, -1)
+    q_ids = jnp.arange(rows * cells.block_q, dtype=jnp.int32).reshape(rows, cells.block_q, 1, 1)
+    k_ids = jnp.arange(columns * cells.block_k, dtype=jnp.int32).reshape(columns, cells.block_k)
 
     def read(array: Array) -> Array:
         B, N, T, S = array.shape
-        padding = [
-            (0, 0),
-            (0, 0),
-            *((0, -n % block if n > 1 else 0) for n, block in ((T, cells.block_q), (S, cells.block_k))),
-        ]
-        array = jnp.pad(array, padding)
         split = (*((rows, cells.block_q) if T > 1 else (1, 1)), *((columns, cells.block_k) if S > 1 else (1, 1)))
-        return array.reshape(B, N, *split)
+        return cells.padded(array).reshape(B, N, *split)
 
     batch = jnp.arange(cells.B, dtype=jnp.int32).reshape(-1, 1, 1, 1, 1, 1)
     head = jnp.arange(cells.N, dtype=jnp.int32).reshape(-1, 1, 1, 1, 1)
     kept = mask.keep(Tile(q_ids, k_ids, batch, head, read))
-    inside = (q_ids < cells.T) & (k_ids < cells.S)
-    kept = inside if kept is None else jnp.logical_and(kept, inside)
-    return kept[(None,) * (6 - kept.ndim)]
-
-
-def _by_query(mask: Mask, cells: Cells) -> Array:
-    """Whether a query keeps anything of a cell, [B, N, rows, block_q, columns]: what several questions start with."""
-    return jnp.any(_kept(mask, cells), 5)
+    kept = jnp.asarray(True if kept is None else kept)
+    kept = kept[(None,) * (6 - kept.ndim)]
+    for axes, inside in (((2, 3), q_ids < cells.T), ((4, 5), k_ids < cells.S)):
+        if any(kept.shape[axis] > 1 for axis in axes):
+            kept &= inside
+    return kept
 
 
 @jax.tree_util.register_dataclass
@@ -132,7 +134,7 @@ def _extremes(ids: Array, block: int) -> tuple[Array, Array]:
     A block with padding in it gets a smallest id that differs from its largest.
     """
     ids = jnp.pad(ids, [(0, 0)] * (ids.ndim - 1) + [(0, -ids.shape[-1] % block)], constant_values=-1)
-    ids = ids.reshape(*ids.shape[:-1], -1, block)
+    ids = ids.reshape(*ids.shape[:-1], ids.shape[-1] // block, block)
     padded, empty = jnp.any(ids < 0, -1), jnp.all(ids < 0, -1)
     last = jnp.max(ids, -1)
     first = jnp.min(jnp.where(ids < 0, _LAST_ID, ids), -1)
@@ -161,11 +163,7 @@ class Intervals(Pattern):
         return Intervals(change(self.lo), change(self.hi), None)
 
     def status(self, cells: Cells) -> Array:
-        rows, _ = cells.shape
-        lo, hi = (
-            jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % cells.block_q), (0, 0))).reshape(len(x), 1, rows, -1, 1)
-            for x in (self.lo, self.hi)
-        )
+        lo, hi = (cells.padded(x).reshape(len(x), 1, cells.shape[0], cells.block_q, 1) for x in (self.lo, self.hi))
         some = jnp.any(jnp.maximum(lo, cells.columns.lo) < jnp.minimum(hi, cells.columns.hi), 3)
         every = jnp.all((lo <= cells.columns.lo) & (hi >= cells.columns.hi), 3)
         return jnp.where(some, jnp.where(every, ALL, SOME), NONE)

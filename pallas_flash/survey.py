@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int8
 
-from pallas_flash.masks import ALL, NONE, SOME, Cells, Mask
+from pallas_flash.cells import ALL, NONE, SOME, Cells
+from pallas_flash.masks import Mask
 from pallas_flash.patterns import CELL, Surveyed, found, regrouped
 
 

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from pallas_flash import lists, masks, patterns, softmax
-from pallas_flash.masks import Cells, Lengths
+from pallas_flash import lists, patterns, softmax
+from pallas_flash.cells import NONE, Cells
+from pallas_flash.masks import Lengths
 from pallas_flash.problem import Problem
 from pallas_flash.tile import Tile
 
@@ -35,13 +36,13 @@ def forward(
     B, T, K, G = problem.B, problem.T, problem.K, problem.G
     block_q, block_k = min(BLOCK, T), min(BLOCK, problem.S)
     cells = Cells(B, problem.N, T, problem.S, block_q, block_k)
-    needed = jnp.any(patterns.found(problem.mask, cells) != masks.NONE, (0, 1))  # by any batch entry and head
+    needed = jnp.any(patterns.found(problem.mask, cells) != NONE, (0, 1))  # by any batch entry and head
     queries, keys = lists.used(problem)  # what is stored elsewhere, NaN included, counts as 0
     q, k, v = (
         x if part is None else jnp.where(part[..., None, None], x, 0)
         for x, part in ((q, queries), (k, keys), (v, keys))
     )
-    problem = dataclasses.replace(problem, mask=problem.mask.with_arrays(functools.partial(_operand, cells)))
+    problem = dataclasses.replace(problem, mask=problem.mask.with_arrays(cells.padded))
     # In float32 (tf32 on tensor cores, which holds bfloat16 and float16 exactly), so that gradients are summed in it.
     q, k, v = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (q, k, v))
     # [blocks, B, K, G, block_q, H] and [blocks, B, K, 1, block_k, H]
@@ -65,12 +66,6 @@ def _blocks(x: Float[Array, "B L n d"], block: int) -> Float[Array, "B blocks {b
 def _rematerialised_if(several: bool, f):
     """`f`, recomputed in the backward pass where it runs for several blocks and would keep something for each."""
     return jax.checkpoint(f, prevent_cse=False) if several else f
-
-
-def _operand(cells: Cells, leaf: Array) -> Array:
-    """An array of the mask that reaches to the end of the last block."""
-    blocks = zip(leaf.shape[2:], (cells.block_q, cells.block_k), strict=True)
-    return jnp.pad(leaf, ((0, 0), (0, 0), *((0, -n % block if n > 1 else 0) for n, block in blocks)))
 
 
 def _tile(problem: Problem, i: Array, block_q: int, j: Array, block_k: int) -> Tile:

@@ -14,10 +14,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_flash import lists, softmax
+from pallas_flash.cells import Span
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.kernels.mosaic_gpu import pipeline
 from pallas_flash.kernels.mosaic_gpu.pipeline import FAST, GROUP_ROWS, Ring
-from pallas_flash.masks import Span
 from pallas_flash.plan import MosaicBlocks
 from pallas_flash.problem import Problem
 

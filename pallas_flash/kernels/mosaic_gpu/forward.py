@@ -13,11 +13,11 @@ from jax.experimental import pallas as pl
 from jaxtyping import Float
 
 from pallas_flash import lists, softmax
+from pallas_flash.cells import Span
 from pallas_flash.kernels import clean
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.kernels.mosaic_gpu import operands, pipeline
 from pallas_flash.kernels.mosaic_gpu.pipeline import FAST, GROUP_ROWS, Ring
-from pallas_flash.masks import Span
 from pallas_flash.plan import MosaicBlocks
 from pallas_flash.problem import Problem
 

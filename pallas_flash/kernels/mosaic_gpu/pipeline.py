@@ -1,4 +1,4 @@
-"""Everything that names Mosaic: launching, warp roles, barriers, layouts, copies and the loops' synchronisation.
+"""All synchronisation of the Mosaic kernels: launching, warp roles, rings, turns, layouts, copies and sums.
 
 The kernels beside this file read like the algorithm; they are written against what is here. A thread block is one warp
 group that fills rings of shared memory by TMA (the producer) and one to three that compute (the consumers).
@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import nvvm
 
 from pallas_flash.kernels.grid import Grid
+from pallas_flash.kernels.mosaic_gpu import ptx
 from pallas_flash.lists import Listed
 from pallas_flash.masks import Lengths, Mask
 from pallas_flash.plan import MosaicBlocks
@@ -34,8 +33,6 @@ FAST = Elementary(constant=lambda x: x)
 """The plain functions: with `approx_math` they become the GPU's, fused."""
 _BLOCK, _GROUP = "flash_block", "flash_group"
 """Names of the axes over thread blocks and over their warp groups."""
-_FIRST_NAMED_BARRIER = 8
-"""Mosaic itself uses the ones below."""
 
 
 def tiles(*shape: int, dtype) -> Any:
@@ -106,36 +103,10 @@ class Ring:
         plgpu.barrier_arrive(self.free.at[self._slot(t)])
 
 
-_inline: Any = plgpu.inline_mgpu
-_SCALAR = plgpu.Layout.WG_SPLAT
-
-
-def _named_barrier(operation: str, number: int, threads: int = 256) -> None:
-    """`sync` waits for, `arrive` announces to, the others of so many threads; by default of two warp groups."""
-
-    @_inline()
-    def emit(_):
-        code = f"bar.{operation} {_FIRST_NAMED_BARRIER + number}, {threads};"
-        mgpu.utils.inline_ptx(code, has_side_effects=True, convergent=True)
-
-    emit()
-
-
 def meet() -> None:
     """Waits for the other consumer of two; what either has written to shared memory is then seen by both's products."""
-    _fence()
-    _named_barrier("sync", 0)
-
-
-@_inline()
-def _fence(_):
-    nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
-
-
-@_inline()
-def _join_warps(_):
-    """Waits for the other warps of this warp group."""
-    mgpu.utils.warpgroup_barrier()
+    ptx.fence()
+    ptx.named_barrier("sync", 0)
 
 
 def anew(tiles_ref, index: int):
@@ -145,20 +116,12 @@ def anew(tiles_ref, index: int):
     spill them, or copy accumulators: at H = 128, causal, 550 against 490 instructions a step of the backward kernel for
     what its products read, and 545 against 461 for where it stores dq.
     """
-    return tiles_ref.at[index + _first_lane(jnp.int32(0))]
+    return tiles_ref.at[index + ptx.first_lane(jnp.int32(0))]
 
 
 def uniform(scalars):
     """A tree of scalars, which the compiler then knows to be the same in all threads and keeps in uniform registers."""
-    return jax.tree.map(lambda x: x if isinstance(x, int) else _first_lane(x), scalars)
-
-
-@_inline(arg_types=(_SCALAR,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR))
-def _first_lane(_, x):
-    value = x.registers.item()
-    every_lane, lane, clamp = (mgpu.utils.c(n, value.type) for n in (-1, 0, 31))
-    shared = nvvm.shfl_sync(every_lane, value, lane, clamp, nvvm.ShflKind.idx)
-    return mgpu.FragmentedArray.splat(shared, (), is_signed=True)
+    return jax.tree.map(lambda x: x if isinstance(x, int) else ptx.first_lane(x), scalars)
 
 
 class Turns:
@@ -169,19 +132,19 @@ class Turns:
 
     def open(self, w: int) -> None:
         if self.consumers > 1 and w == self.consumers - 1:
-            _named_barrier("arrive", 0)
+            ptx.named_barrier("arrive", 0)
 
     def begin(self, w: int) -> None:
         if self.consumers > 1:
-            _named_barrier("sync", w)
+            ptx.named_barrier("sync", w)
 
     def end(self, w: int) -> None:
         if self.consumers > 1:
-            _named_barrier("arrive", (w + 1) % self.consumers)
+            ptx.named_barrier("arrive", (w + 1) % self.consumers)
 
     def close(self, w: int) -> None:
         if self.consumers > 1 and w == 0:
-            _named_barrier("sync", 0)  # takes the last consumer's last turn
+            ptx.named_barrier("sync", 0)  # takes the last consumer's last turn
 
 
 def roles(consumers: int, produce: Callable[[], None], consume: Callable[[int], None]) -> None:
@@ -310,13 +273,13 @@ def _scrub(used_ref, b, first, tile_refs) -> None:
             values = plgpu.load(part, layout=TILE)
             used = lax.broadcast_in_dim(plgpu.load(rows, layout=ROW, optimized=False), values.shape, [0])
             part[...] = jnp.where(used != 0, values, jnp.zeros_like(values))
-    _fence()
-    _join_warps()
+    ptx.fence()
+    ptx.join_warps()
 
 
 def send(*copies: tuple[Array, Any, Any]) -> None:
     """Sends values to device memory, each through a tile of shared memory that only this warp group has used."""
-    _join_warps()
+    ptx.join_warps()
     for value, tile_ref, _ in copies:
         tile_ref[...] = value
     plgpu.commit_smem()
@@ -342,15 +305,15 @@ class Handover:
 
     def give(self, value: Array) -> None:
         """Of the consumer: stores a value, once the tile is free."""
-        _named_barrier("sync", self._free, 160)
+        ptx.named_barrier("sync", self._free, 160)
         anew(self.tiles_ref, self.w)[...] = value
-        _fence()
-        _named_barrier("arrive", self._full, 160)
+        ptx.fence()
+        ptx.named_barrier("arrive", self._full, 160)
 
     def add(self, destination, order: "Order", place, rank) -> None:
         """Of the warp: adds the next value to device memory, in a place to which `rank` others add before."""
-        _named_barrier("arrive", self._free, 160)
-        _named_barrier("sync", self._full, 160)
+        ptx.named_barrier("arrive", self._free, 160)
+        ptx.named_barrier("sync", self._full, 160)
         order.wait(place, rank)
         plgpu.copy_smem_to_gmem(self.tiles_ref.at[self.w], destination, reduction_op="add")
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -373,29 +336,13 @@ class Order:
     def wait(self, place, rank) -> None:
         """Until `rank` others have added to the place."""
         if self.counters is not None:
-            _await_count(self.counters.at[pl.ds(place, 1)], rank)
+            ptx.await_count(self.counters.at[pl.ds(place, 1)], rank)
 
     def done(self, place) -> None:
         """Completes this warp's additions, of which the last was to that place."""
         if self.counters is not None:
             plgpu.wait_smem_to_gmem(0)
-            _count_up(self.counters.at[pl.ds(place, 1)])
-
-
-@_inline(arg_types=(plgpu.RefType(), _SCALAR))
-def _await_count(_, counter, value):
-    code = (
-        "{ .reg .pred p; .reg .s32 n; AGAIN: ld.acquire.gpu.global.s32 n, [$0]; setp.lt.s32 p, n, $1; @p bra AGAIN; }"
-    )
-    address = mgpu.utils.memref_ptr(counter)
-    mgpu.utils.inline_ptx(code, address, value.registers.item(), has_side_effects=True, convergent=True)
-
-
-@_inline(arg_types=(plgpu.RefType(),))
-def _count_up(_, counter):
-    with mgpu.utils.when(mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARP)):
-        address = mgpu.utils.memref_ptr(counter)
-        mgpu.utils.inline_ptx("red.release.gpu.global.add.s32 [$0], 1;", address, has_side_effects=True)
+            ptx.count_up(self.counters.at[pl.ds(place, 1)])
 
 
 def bounded(problem: Problem, block_k: int) -> Mask:

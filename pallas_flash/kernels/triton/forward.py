@@ -6,11 +6,11 @@ from jax import Array
 from jaxtyping import Float
 
 from pallas_flash import lists, masks, softmax
+from pallas_flash.cells import Span
 from pallas_flash.kernels import clean
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.kernels.triton import launch
 from pallas_flash.kernels.triton.launch import Layouts
-from pallas_flash.masks import Span
 from pallas_flash.plan import Blocks
 from pallas_flash.problem import Problem
 

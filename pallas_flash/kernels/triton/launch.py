@@ -19,10 +19,11 @@ from jax.extend.pallas import register_lowering_rule
 from jax.typing import ArrayLike
 
 from pallas_flash import plan as plans
+from pallas_flash.cells import Span
 from pallas_flash.kernels import device
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.lists import Listed
-from pallas_flash.masks import Lengths, Mask, Span
+from pallas_flash.masks import Lengths, Mask
 from pallas_flash.plan import Blocks, Plan, padded
 from pallas_flash.problem import Problem
 from pallas_flash.softmax import PLAIN, Elementary
