@@ -21,7 +21,7 @@ class Listed(Mask):
 
     Attributes:
         mask: The mask, within the arrays' bounds if need be.
-        counts: int32 [B or 1, N or 1, rows, 2]: blocks that need `keep`, and blocks to visit in all.
+        edges, steps: int32 [B or 1, N or 1, rows, 1]: how many blocks need `keep`, and how many there are to visit.
         order: int32 [B or 1, N or 1, rows, columns]: the blocks to visit, those that need `keep` first; twice their
             number, and one more where a block of columns holds some that take no part.
         used: int8 [B or 1, 1, 1, columns · block] and [B or 1, 1, 1, rows · block]: which columns and rows take part.
@@ -32,7 +32,8 @@ class Listed(Mask):
     """
 
     mask: Any
-    counts: Leaf
+    edges: Leaf
+    steps: Leaf
     order: Leaf
     used: tuple[Leaf, Leaf]
     unused: Leaf
@@ -111,13 +112,14 @@ def listed(problem: Problem, block_q: int, block_k: int, by_query: bool, swapped
     bounds = [n if n % block else None for n, block in ((cells.T, block_q), (cells.S, block_k))]
     status = patterns.found(problem.mask, cells)
     status = status if by_query else jnp.swapaxes(status, 2, 3)
-    order = jnp.argsort(jnp.where(status == NONE, ALL + 1, status), axis=-1, stable=True).astype(jnp.int32)
     parts = zip(used(problem, cells), (block_q, block_k), cells.shape, strict=True)
     queries, keys = (_by_block(*part) for part in parts)
     (rows_used, rows_unused), (columns_used, columns_unused) = (queries, keys) if by_query else (keys, queries)
-    order = 2 * order + jnp.take_along_axis(jnp.broadcast_to(columns_unused, order.shape), order, -1)
-    counts = jnp.stack([jnp.sum(status == SOME, -1), jnp.sum(status != NONE, -1)], -1).astype(jnp.int32)
+    entries = 2 * lax.broadcasted_iota(jnp.int32, status.shape, 3) + columns_unused
+    unsorted = jnp.broadcast_arrays(jnp.where(status == NONE, ALL + 1, status), entries)
+    _, order = lax.sort(unsorted, num_keys=1, is_stable=True)
     visited = (status != NONE).astype(jnp.int32)
+    edges, steps = (jnp.sum(x, -1, jnp.int32, keepdims=True) for x in (status == SOME, visited))
     later = lax.cumsum(visited, 2, reverse=True) - visited if problem.deterministic and not by_query else None
 
     def prepared(leaf: Array) -> Array:
@@ -125,7 +127,7 @@ def listed(problem: Problem, block_q: int, block_k: int, by_query: bool, swapped
         return jnp.swapaxes(leaf, 2, 3) if swapped and 1 not in leaf.shape[2:] else leaf
 
     mask = problem.mask.with_arrays(prepared)
-    mask = Listed(mask, counts, order, (columns_used, rows_used), rows_unused, later, *bounds)
+    mask = Listed(mask, edges, steps, order, (columns_used, rows_used), rows_unused, later, *bounds)
     return dataclasses.replace(problem, mask=mask)
 
 
@@ -154,7 +156,7 @@ def visit(mask: Mask, rows: Span, columns: Span, block: int, place: tuple[Index,
     """As `masks.visit`; `place` is batch entry, query head and number of the block of rows."""
     if not isinstance(mask, Listed):
         return masks.visit(mask, rows, columns, block)
-    edges, steps = (mask.counts[_at(mask.counts, place, n)] for n in range(2))
+    edges, steps = (x[_at(x, place, 0)] for x in (mask.edges, mask.steps))
     return ListedVisit(edges, steps, lambda t: mask.order[_at(mask.order, place, t)])
 
 

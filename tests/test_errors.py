@@ -422,15 +422,15 @@ WRONG_PACKED = {
     ),
     "starts_by_batch": (
         {"cu_seqlens_k": np.zeros((1, 3), np.int32)},
-        (ValueError, "cu_seqlens_k", r"shape \[sequences \+ 1\]", r"\(1, 3\)", "start it with 0"),
+        (ValueError, "cu_seqlens_k", r"shape \[sequences \+ 1\]", r"\(1, 3\)", r"one sequence is \[0, total\]"),
     ),
     "scalar_starts": (
         {"cu_seqlens_q": np.int32(0)},
-        (ValueError, "cu_seqlens_q", r"shape \[sequences \+ 1\]", r"\(\)", "start it with 0"),
+        (ValueError, "cu_seqlens_q", r"shape \[sequences \+ 1\]", r"\(\)", r"one sequence is \[0, total\]"),
     ),
     "no_starts": (
         {"cu_seqlens_q": np.zeros(0, np.int32)},
-        (ValueError, "cu_seqlens_q", r"shape \[sequences \+ 1\]", r"\(0,\)", "start it with 0"),
+        (ValueError, "cu_seqlens_q", r"shape \[sequences \+ 1\]", r"\(0,\)", r"one sequence is \[0, total\]"),
     ),
     "other_number_of_sequences": (
         {"cu_seqlens_k": np.array([0, 7])},
@@ -468,7 +468,10 @@ def test_misuse_of_packed_sequences_is_named(arguments, error):
 @pytest.mark.parametrize(
     ("fields", "error"),
     [
-        ((array(T, S),), (TypeError, "mask_modifiers", "functions of a tile", "", "an array is passed as `mask`")),
+        (
+            (array(T, S),),
+            (TypeError, "mask_modifiers", "functions of a tile", r"shape \(4, 6\) and dtype", "is passed as `mask`"),
+        ),
         ((diagonal, (array(T),)), (ValueError, "axes", "one string for each of 1 operands", r"\(\)", "'BT', 'BS'")),
         ((diagonal, (), ("T",)), (ValueError, "axes", "one string for each of 0 ope", r"\('T',\)", "'BT', 'BS'")),
         *(
