@@ -86,7 +86,7 @@ def flash_attention(  # pyright: ignore[reportInconsistentOverload]  (the keywor
 
     Takes the arguments of `jax.nn.dot_product_attention` and more. It differs in one rule: a query with nothing to
     attend to gives 0 (residual -inf, gradients 0), where jax.nn gives the mean of the values. Masks of every kind hold
-    together; a key that no query may attend to, NaN or inf included, never reaches a result or a gradient.
+    together; a key that one of them hides from every query, NaN or inf included, never reaches a result or a gradient.
 
     Letters: B batch, T queries, S keys, N query heads, K key/value heads (K divides N; query head h attends to
     key/value head h // (N // K)), H head dim, Hv head dim of the values.
@@ -203,6 +203,9 @@ def block_mask(
     allowed |= {f"{side}_{kind}" for side in ("query", "key_value") for kind in ("seq_lengths", "segment_ids")}
     if unknown := sorted(masks.keys() - allowed):
         raise TypeError(f"block_mask: expected masks, {sorted(allowed)}, got {unknown}; leave them to flash_attention")
+    for name, n in (("queries", queries), ("keys", keys), ("heads", heads)):
+        if not isinstance(n, int) or isinstance(n, bool) or n < 0:
+            raise ValueError(f"{name}: expected an int >= 0, got {n!r}; pass the number of them")
     query, key = (jax.ShapeDtypeStruct((*batch, n, heads, 1), jnp.float32) for n in (queries, keys))
     posed, _ = _posed(query, key, key, **masks)
     return BlockMask.of(posed.mask, posed.B, posed.N, posed.T, posed.S)

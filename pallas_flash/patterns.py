@@ -6,6 +6,7 @@ worked out in plain JAX, outside the kernels (`status`).
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from pallas_flash.cells import ALL, NONE, SOME, Cells, Span
 from pallas_flash.masks import Leaf, Lengths, Mask
 from pallas_flash.tile import Tile
 
-_FIRST_ID, _LAST_ID = -(2**31), 2**31 - 1
+_LAST_ID = 2**31 - 1
 CELL = 64
 """Queries and keys of a cell where it is free to choose: a divisor or a multiple of most kernels' blocks."""
 
@@ -42,13 +43,11 @@ class Pattern(Mask):
         return Span(columns.lo, columns.lo)
 
     def status(self, cells: Cells) -> Array:
-        kept = _kept(self, cells)
-        some, every = jnp.any(jnp.any(kept, 5), 3), jnp.all(jnp.all(kept, 5), 3)
-        return jnp.where(some, jnp.where(every, ALL, SOME), NONE)
+        count = _counted(self, cells, (3, 5))[:, :, :, 0, :, 0]
+        return jnp.where(count > 0, jnp.where(count == cells.block_q * cells.block_k, ALL, SOME), NONE)
 
     def participants(self, cells: Cells) -> tuple[Array | None, Array | None]:
-        kept = _kept(self, cells)
-        queries, keys = jnp.any(jnp.any(kept, 5), (1, 4)), jnp.any(jnp.any(kept, 3), (1, 2))
+        queries, keys = (_counted(self, cells, axes) > 0 for axes in ((1, 4, 5), (1, 2, 3)))
 
         def to(size: int, part: Array) -> Array:
             return jnp.broadcast_to(lax.collapse(part, 1)[:, :size], (len(part), size))
@@ -63,29 +62,54 @@ def found(mask: Mask, cells: Cells) -> Array:
     return jnp.broadcast_to(status, (*status.shape[:2], *cells.shape))
 
 
-def _kept(mask: Mask, cells: Cells) -> Array:
-    """`keep` of all scores, broadcastable to [B, N, rows, block_q, columns, block_k].
+def _counted(mask: Mask, cells: Cells, axes: tuple[int, ...]) -> Array:
+    """How many scores are kept along axes of [B, N, rows, block_q, columns, block_k], which become 1.
 
-    Where it differs along T or S it is False beyond; a mask over keys alone is looked at once, not for each query.
+    XLA evaluates the mask inside the sum, on CPUs aside: there a row of cells at a time bounds what it stores.
     """
-    rows, columns = cells.shape
-    q_ids = jnp.arange(rows * cells.block_q, dtype=jnp.int32).reshape(rows, cells.block_q, 1, 1)
-    k_ids = jnp.arange(columns * cells.block_k, dtype=jnp.int32).reshape(columns, cells.block_k)
+    of_rows = functools.partial(kept, mask.with_arrays(cells.padded), cells)
+    rows = cells.shape[0]
+    sizes = cells.B, cells.N, rows, cells.block_q, cells.shape[1], cells.block_k
+
+    def sums(first: int | Array, rows: int) -> Array:
+        x = of_rows(first, rows)
+        repeats = math.prod(sizes[axis] for axis in axes if x.shape[axis] == 1 and axis != 2)
+        return repeats * jnp.sum(x, axes, jnp.int32, keepdims=True)
+
+    def by_row() -> Array:
+        if 2 in axes:
+            start = jnp.zeros(jax.eval_shape(lambda: sums(0, 1)).shape, jnp.int32)
+            return lax.fori_loop(0, rows, lambda i, total: total + sums(i, 1), start)
+        return jnp.moveaxis(lax.map(lambda i: sums(i, 1)[:, :, 0], jnp.arange(rows, dtype=jnp.int32)), 0, 2)
+
+    same_for_all_queries = jax.eval_shape(lambda: of_rows(0, rows)).shape[2:4] == (1, 1)
+    if same_for_all_queries:
+        return sums(0, rows)
+    return lax.platform_dependent(cpu=by_row, default=lambda: sums(0, rows))
+
+
+def kept(mask: Mask, cells: Cells, first: int | Array, rows: int) -> Array:
+    """`keep` of some rows of cells. Where it differs along T or S, nothing beyond them is kept."""
+    q_ids = first * cells.block_q + jnp.arange(rows * cells.block_q, dtype=jnp.int32)
+    k_ids = jnp.arange(cells.shape[1] * cells.block_k, dtype=jnp.int32)
+    q_ids, k_ids = q_ids.reshape(rows, cells.block_q, 1, 1), k_ids.reshape(cells.shape[1], cells.block_k)
 
     def read(array: Array) -> Array:
         B, N, T, S = array.shape
-        split = (*((rows, cells.block_q) if T > 1 else (1, 1)), *((columns, cells.block_k) if S > 1 else (1, 1)))
-        return cells.padded(array).reshape(B, N, *split)
+        if T > 1:
+            array = lax.dynamic_slice_in_dim(array, first * cells.block_q, rows * cells.block_q, 2)
+        split = (*((rows, cells.block_q) if T > 1 else (1, 1)), *(k_ids.shape if S > 1 else (1, 1)))
+        return array.reshape(B, N, *split)
 
     batch = jnp.arange(cells.B, dtype=jnp.int32).reshape(-1, 1, 1, 1, 1, 1)
     head = jnp.arange(cells.N, dtype=jnp.int32).reshape(-1, 1, 1, 1, 1)
-    kept = mask.keep(Tile(q_ids, k_ids, batch, head, read))
-    kept = jnp.asarray(True if kept is None else kept)
-    kept = kept[(None,) * (6 - kept.ndim)]
+    keep = mask.keep(Tile(q_ids, k_ids, batch, head, read))
+    keep = jnp.asarray(True if keep is None else keep)
+    keep = keep[(None,) * (6 - keep.ndim)]
     for axes, inside in (((2, 3), q_ids < cells.T), ((4, 5), k_ids < cells.S)):
-        if any(kept.shape[axis] > 1 for axis in axes):
-            kept &= inside
-    return kept
+        if any(keep.shape[axis] > 1 for axis in axes):
+            keep = keep & inside
+    return keep
 
 
 @jax.tree_util.register_dataclass
@@ -108,14 +132,10 @@ class Segments(Pattern):
         return (q_ids == k_ids) & (q_ids >= 0)
 
     def status(self, cells: Cells) -> Array:
-        (q_first, q_last), (k_first, k_last) = (
-            _extremes(self.q_ids[:, :, :, 0], cells.block_q),
-            _extremes(self.k_ids[:, :, 0], cells.block_k),
-        )
-        q_first, q_last = q_first[..., None], q_last[..., None]
-        k_first, k_last = k_first[..., None, :], k_last[..., None, :]
+        q_first, q_last, q_whole = (x[..., None] for x in _extremes(self.q_ids[:, :, :, 0], cells.block_q))
+        k_first, k_last, k_whole = (x[..., None, :] for x in _extremes(self.k_ids[:, :, 0], cells.block_k))
         some = (q_first <= k_last) & (k_first <= q_last)
-        every = (q_first == q_last) & (k_first == k_last) & (q_first == k_first)
+        every = (q_first == q_last) & (k_first == k_last) & (q_first == k_first) & q_whole & k_whole
         return jnp.where(some, jnp.where(every, ALL, SOME), NONE)
 
     def participants(self, cells: Cells) -> tuple[Array | None, Array | None]:
@@ -128,18 +148,11 @@ class Segments(Pattern):
         return (q_ids >= 0) & among(q_ids, k_ids), (k_ids >= 0) & among(k_ids, q_ids)
 
 
-def _extremes(ids: Array, block: int) -> tuple[Array, Array]:
-    """Smallest and largest id of each block of the last axis; of padding alone they meet no others.
-
-    A block with padding in it gets a smallest id that differs from its largest.
-    """
+def _extremes(ids: Array, block: int) -> tuple[Array, Array, Array]:
+    """Smallest and largest id of each block of the last axis, padding aside, and whether there is none of it."""
     ids = jnp.pad(ids, [(0, 0)] * (ids.ndim - 1) + [(0, -ids.shape[-1] % block)], constant_values=-1)
     ids = ids.reshape(*ids.shape[:-1], ids.shape[-1] // block, block)
-    padded, empty = jnp.any(ids < 0, -1), jnp.all(ids < 0, -1)
-    last = jnp.max(ids, -1)
-    first = jnp.min(jnp.where(ids < 0, _LAST_ID, ids), -1)
-    first = jnp.where(padded & (first == last), first - 1, first)
-    return jnp.where(empty, _LAST_ID, first), jnp.where(empty, _FIRST_ID, last)
+    return jnp.min(jnp.where(ids < 0, _LAST_ID, ids), -1), jnp.max(ids, -1), jnp.all(ids >= 0, -1)
 
 
 @jax.tree_util.register_dataclass
@@ -281,8 +294,8 @@ class MaskModifier:
     def __post_init__(self):
         if not callable(self.function):
             raise TypeError(
-                f"mask_modifiers: expected functions of a tile or MaskModifiers, got {type(self.function).__name__} "
-                f"{self.function!r}; an array is passed as `mask`"
+                "mask_modifiers: expected functions of a tile or MaskModifiers, got "
+                f"{type(self.function).__name__}; an array is passed as `mask`"
             )
         try:
             hash(self.function)
@@ -291,7 +304,7 @@ class MaskModifier:
                 f"mask_modifiers: expected hashable functions, got {self.name}; keep its arrays in `operands`, "
                 "its numbers in a frozen dataclass"
             ) from None
-        if len(self.axes) != len(self.operands):
+        if isinstance(self.axes, str) or len(self.axes) != len(self.operands):
             raise ValueError(
                 f"axes: expected one string for each of {len(self.operands)} operands, got {self.axes!r}; "
                 "e.g. ('BT', 'BS')"

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from pallas_flash import patterns
+from pallas_flash.cells import Cells
 from pallas_flash.masks import Band, Lengths, Mask
 from pallas_flash.patterns import Dense, MaskModifier, Modified, Segments
 from pallas_flash.plan import MosaicPlan, Plan
@@ -289,11 +291,24 @@ def _segments(query_ids, key_ids, batch: tuple[int, ...], axes: dict[str, int]) 
                 "self-attention"
             )
     arrays = [
-        _operand(name, array(name, ids, "integer"), "B" + size, batch, axes)
+        _operand(name, _ids(name, ids), "B" + size, batch, axes)
         for name, ids, size in (("query_segment_ids", query_ids, "T"), ("key_value_segment_ids", key_ids, "S"))
     ]
-    q_ids, k_ids = (x.astype(jnp.int32) for x in arrays)
+    q_ids, k_ids = arrays
     return [Segments(q_ids, k_ids, shared=query_ids is key_ids)]
+
+
+def _ids(name: str, ids: Any) -> Array:
+    """int32, of which none has lost a bit."""
+    x = array(name, ids, "integer")
+    bounds = jnp.iinfo(jnp.int32)
+    if isinstance(ids, Array) and jnp.iinfo(x.dtype).max > bounds.max:
+        raise TypeError(
+            f"{name}: expected integers that fit int32, got {x.dtype}; convert them with .astype(jnp.int32)"
+        )
+    if not isinstance(ids, Array) and np.size(ids) and not bounds.min <= np.min(ids) <= np.max(ids) <= bounds.max:
+        raise ValueError(f"{name}: expected ids that fit int32, got {np.min(ids)} … {np.max(ids)}; number the segments")
+    return x.astype(jnp.int32)
 
 
 def _modified(modifier, batch: tuple[int, ...], axes: dict[str, int]) -> Mask:
@@ -303,7 +318,15 @@ def _modified(modifier, batch: tuple[int, ...], axes: dict[str, int]) -> Mask:
     for i, (operand, letters) in enumerate(zip(modifier.operands, modifier.axes, strict=True)):
         name = f"mask_modifiers: operand {i} of {modifier.name}"
         operands.append(lax.stop_gradient(_operand(name, array(name, operand), letters, batch, axes)))
-    return Modified(modifier.function, tuple(operands), tuple(x.dtype == bool for x in operands))
+    modified = Modified(modifier.function, tuple(operands), tuple(x.dtype == bool for x in operands))
+    cells = Cells(axes["B"], axes["N"], axes["T"], axes["S"], 64, 64)
+    found = jax.eval_shape(lambda: jnp.asarray(patterns.kept(modified, cells, 0, 1)))
+    if found.dtype != bool:
+        raise TypeError(
+            f"mask_modifiers: expected {modifier.name} to return booleans (True = attend), got {found.dtype}; compare, "
+            "e.g. with tile.q_ids >= tile.k_ids"
+        )
+    return modified
 
 
 def array(name: str, x: Any, kind: str = "") -> Array:

@@ -127,10 +127,10 @@ def recompute(s: Array, c: ArrayLike, lse2: Array, fast: Elementary = PLAIN) -> 
     return fast.fma_exp2(s, c, -lse2)
 
 
-def d_score(p: Array, dp: Array, delta: Array, finite: bool = True) -> Array:
-    """Cotangent of the logits from that of the probabilities (eq. 16), which is `finite`, or not where p is 0."""
+def d_score(p: Array, dp: Array, delta: Array, guarded: bool = False) -> Array:
+    """Cotangent of the logits from that of the probabilities (eq. 16); `guarded` if it may be NaN where p is 0."""
     ds = p * (dp - delta)
-    return ds if finite else jnp.where(p > 0, ds, 0.0)
+    return jnp.where(p > 0, ds, 0.0) if guarded else ds
 
 
 def merge(*parts: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
@@ -75,7 +76,13 @@ def flash_attention_varlen(
     )  # fmt: skip
     starts = _starts(cu_seqlens_q, cu_seqlens_k)
     band = posed.mask.second
-    offset: Any = problem.per_batch("query_offset", query_offset, (len(starts[0]) - 1,))
+    sequences = len(starts[0]) - 1
+    if np.ndim(query_offset) and np.shape(query_offset) != (sequences,):
+        raise ValueError(
+            f"query_offset: expected an integer or one for each of {sequences} sequences, got shape "
+            f"{np.shape(query_offset)}; cu_seqlens_q has one entry more"
+        )
+    offset: Any = problem.per_batch("query_offset", query_offset, (sequences,))
     posed = dataclasses.replace(posed, mask=_intervals(*starts, offset, band.lo, band.hi, posed.T, posed.S))
     out, residual = vjp.attend(dispatch.resolve(posed), *(x[None] for x in tensors))
     return (out[0], residual[0].T) if return_residual else out[0]

@@ -111,15 +111,8 @@ PADDED = {
     "ids_of_one_side": {"query_segment_ids": np.arange(40) // 10, "key_value_segment_ids": 6 - np.arange(40) // 10},
     "function": {"mask_modifiers": (lambda tile: (tile.q_ids > 5) & (tile.k_ids % 5 > 0),)},
     "causal": {"mask": np.arange(40)[:, None] >= 30, "is_causal": True, "query_offset": -5},
-    "mask_and_causal": {"mask": np.tri(40, k=-1, dtype=bool).T | (np.arange(40) < 9), "is_causal": True},
-    "mask_and_segments": {
-        **{f"{side}_segment_ids": np.arange(40) // 20 for side in SIDES},
-        "mask": np.outer(HALVES, ~HALVES) | (np.arange(40) < 9),
-    },
-    "two_masks": {"mask": HALVES[:, None] | HALVES, "mask_modifiers": (lambda tile: tile.q_ids + tile.k_ids > 50,)},
-    "head_groups": {"mask": np.stack([np.arange(40) % 4 < n for n in (2, 3, 1, 1)])[:, None]},
 }
-"""Masks that leave out some queries or keys, alone and where it takes several of them to do so."""
+"""Masks that leave out some queries or keys, each of them by itself."""
 
 
 @pytest.mark.parametrize("name", PADDED)

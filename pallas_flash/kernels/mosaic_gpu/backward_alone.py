@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from pallas_flash import lists, softmax
 from pallas_flash.cells import Span
 from pallas_flash.kernels.grid import Grid
-from pallas_flash.kernels.mosaic_gpu import pipeline
+from pallas_flash.kernels.mosaic_gpu import launch, pipeline
 from pallas_flash.kernels.mosaic_gpu.pipeline import FAST, GROUP_ROWS, Ring
 from pallas_flash.plan import MosaicBlocks
 from pallas_flash.problem import Problem
@@ -54,26 +54,24 @@ def flash_alone(
     consumers = rows // GROUP_ROWS
     batch, head, i = pipeline.place(grid)
     first = i * rows
-    mask = pipeline.bounded(problem, blocks.block_k)
-    size = problem.S if by_query else problem.T
+    mask = launch.bounded(problem, blocks.block_k)
+    mask, size = (mask, problem.S) if by_query else (mask.T, problem.T)
     sign, factor = softmax.base2(problem.any_scale)
     turns = pipeline.Turns(consumers)
 
     def of_each_head(walk):
-        """`walk(query head, passing head, turn, blocks to visit)` for each head that streams past, from its turn on."""
+        """`walk(query head, turn, blocks to visit)` for each head that streams past, from its turn on."""
 
         def one(query_head, turn):
-            place = (batch, query_head, i)
-            seen = lists.visit(mask if by_query else mask.T, Span(first, first + rows), Span(0, size), columns, place)
-            seen = pipeline.uniform(seen)
-            walk(query_head, lax.div(head, jnp.int32(problem.G)) if by_query else query_head, turn, seen)
+            place = batch, query_head, i
+            seen = pipeline.uniform(lists.visit(mask, Span(first, first + rows), Span(0, size), columns, place))
+            walk(query_head, turn, seen)
             return turn + seen.steps
 
         one(head, 0) if by_query else pipeline.of_each_head(problem, head, one)
 
     def fill(operand, turn, h, at, length: int):
-        ref, ring = operand
-        tile = pl.ds(at, length)
+        (ref, ring), tile = operand, pl.ds(at, length)
         vectors = [vectors_ref.at[batch, h, :, tile]] if operand is q else []
         ring.fill(turn, ref.at[batch, tile, h], *vectors)
 
@@ -82,10 +80,12 @@ def flash_alone(
             for operand in (a, b) if of_scores else (a,):
                 fill(operand, w, head, first + w * GROUP_ROWS, GROUP_ROWS)
 
-        def walk(_, h, turn, seen):
+        def walk(query_head, turn, seen):
+            passing = lax.div(head, jnp.int32(problem.G)) if by_query else query_head
+
             def step(t, _):
                 for operand in (c, d):
-                    fill(operand, turn + t, h, seen.block(t) * columns, columns)
+                    fill(operand, turn + t, passing, seen.block(t) * columns, columns)
 
             lax.fori_loop(0, seen.steps, step, None)
 
@@ -108,7 +108,7 @@ def flash_alone(
     def stream(w: int, of_rows, total) -> Array:
         of_row = [pipeline.by_row(of_rows[0].at[n], (GROUP_ROWS, columns)) for n in range(2)] if of_rows else None
 
-        def step(t, edge: bool, turn, query_head, seen):
+        def step(t, edge: bool, query_head, turn, seen):
             u = turn + t
             a_tile, (c_tile, *of_columns) = a[1].anew(w)[0], c[1].wait(u)
 
@@ -119,32 +119,25 @@ def flash_alone(
                 turns.end(w)
                 s = plgpu.wgmma_accumulator_load(scores, wait_n=len(d_weights))
                 lse2, delta = of_row or (pipeline.by_column(of_columns[0].at[n], s.shape) for n in range(2))
-                if edge:
-                    own, passing = first + w * GROUP_ROWS, seen.block(t) * columns
-                    starts = (own, passing) if by_query else (passing, own)
-                    at = pipeline.tile(batch, query_head, *starts, s.shape, not by_query)
-                    s = softmax.masked(s, mask.keep(at))
+                at = first + w * GROUP_ROWS, seen.block(t) * columns
+                s = pipeline.masked(mask, s, edge, (batch, query_head), *at, transposed=not by_query)
                 weights = softmax.recompute(s, factor, lse2, FAST)
                 for d_weight in d_weights:
-                    d_weights = plgpu.wgmma_accumulator_load(d_weight, wait_n=0)
-                    weights = softmax.d_score(weights, d_weights, delta, finite=not (edge and mask.reads))
+                    dp = plgpu.wgmma_accumulator_load(d_weight, wait_n=0)
+                    weights = softmax.d_score(weights, dp, delta, edge and mask.reads)
                 return weights.astype(problem.dtype)
 
             weights = pipeline.accumulate(weighed, *[(GROUP_ROWS, columns)] * (1 + of_scores))
-            done, summed = (d, c) if of_scores else (c, d)
-            done[1].release(u)
+            (d if of_scores else c)[1].release(u)
             tile = c_tile if of_scores else d[1].wait(u)[0]
             if edge:
                 pipeline.scrub(mask, seen, t, batch, tile)
             turns.begin(w)
             plgpu.wgmma(total, weights, tile)
             plgpu.wgmma_wait(0)
-            summed[1].release(u)
+            (c if of_scores else d)[1].release(u)
 
-        def walk(query_head, _, turn, seen):
-            seen.walk_by_turn(lambda t, _, edge: step(t, edge, turn, query_head, seen), None)
-
-        of_each_head(walk)
+        of_each_head(lambda *at: at[2].walk_by_turn(lambda t, _, edge: step(t, edge, *at), None))
         return plgpu.wgmma_accumulator_load(total)
 
     pipeline.roles(consumers, produce, consume)
@@ -178,4 +171,4 @@ def alone(gradient: Gradient, problem: Problem, blocks: MosaicBlocks, tensors: t
         do_ring=ring(problem.Hv, by_query, blocks.num_stages),
     )
     kernel = functools.partial(flash_alone, gradient=gradient)
-    return pipeline.call(kernel, gradient.name, problem, grid, blocks, consumers, scratch, tensors, (out,))[0]
+    return launch.call(kernel, gradient.name, problem, grid, blocks, consumers, scratch, tensors, (out,))[0]

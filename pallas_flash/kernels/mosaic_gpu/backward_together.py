@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from pallas_flash import lists, softmax
 from pallas_flash.cells import Span
 from pallas_flash.kernels.grid import Grid
-from pallas_flash.kernels.mosaic_gpu import pipeline
+from pallas_flash.kernels.mosaic_gpu import launch, pipeline
 from pallas_flash.kernels.mosaic_gpu.pipeline import FAST, GROUP_ROWS, Ring
 from pallas_flash.plan import MosaicBlocks
 from pallas_flash.problem import Problem
@@ -34,7 +34,7 @@ def flash_backward(
     block_q, block_k = blocks.block_q, blocks.block_k
     b, kv_head, i = pipeline.place(grid)
     first = i * block_k
-    mask = pipeline.bounded(problem, block_k)
+    mask = launch.bounded(problem, block_k)
     sign, c = softmax.base2(problem.any_scale)
     order = pipeline.Order(*counters)
 
@@ -46,38 +46,25 @@ def flash_backward(
         keys = pl.ds(first, block_k)
         kv_ring.fill(0, k_ref.at[b, keys, kv_head], v_ref.at[b, keys, kv_head])
 
-        def walk(head, turn):
-            seen = visit(head)
+        def fill(head, turn, j):
+            rows = pl.ds(j * block_q, block_q)
+            q_ring.fill(turn, q_ref.at[b, rows, head], vectors_ref.at[b, head, :, rows])
+            do_ring.fill(turn, do_ref.at[b, rows, head])
 
-            def step(t, _):
-                rows = pl.ds(seen.block(t) * block_q, block_q)
-                q_ring.fill(turn + t, q_ref.at[b, rows, head], vectors_ref.at[b, head, :, rows])
-                do_ring.fill(turn + t, do_ref.at[b, rows, head])
-
-            lax.fori_loop(0, seen.steps, step, None)
-            return turn + seen.steps
-
-        pipeline.of_each_head(problem, kv_head, walk)
+        pipeline.of_each_block(problem, kv_head, visit, fill)
 
     def add(w: int):
-        """Adds what consumer w computes of dq."""
+        """Adds what consumer w computes of dq to device memory."""
+        rows, columns = _part(problem, block_q, w)
 
-        def walk(head, turn):
-            seen = visit(head)
+        def take(head, _, j):
+            target = dq_ref.at[b, pl.ds(j * block_q + rows.start, rows.size), head, columns]
+            place = ((b * problem.N + head) * pl.cdiv(problem.T, block_q) + j) * CONSUMERS + w
+            queries = Span(j * block_q, (j + 1) * block_q)
+            rank = lists.later(mask, queries, problem.S, block_k, (b, head, i), j) if counters else 0
+            pipeline.Handover(dq_tiles, w).add(target, order, place, rank)
 
-            def step(t, _):
-                j = seen.block(t)
-                rows, columns = _part(problem, block_q, w)
-                target = dq_ref.at[b, pl.ds(j * block_q + rows.start, rows.size), head, columns]
-                queries = Span(j * block_q, (j + 1) * block_q)
-                rank = lists.later(mask, queries, problem.S, block_k, (b, head, i), j) if counters else 0
-                place = ((b * problem.N + head) * pl.cdiv(problem.T, block_q) + j) * CONSUMERS + w
-                pipeline.Handover(dq_tiles, w).add(target, order, place, rank)
-
-            lax.fori_loop(0, seen.steps, step, None)
-            return turn + seen.steps
-
-        pipeline.of_each_head(problem, kv_head, walk)
+        pipeline.of_each_block(problem, kv_head, visit, take)
 
     def consume(w: int):
         own = pl.ds(w * GROUP_ROWS, GROUP_ROWS)
@@ -103,12 +90,9 @@ def flash_backward(
                 plgpu.wgmma(d_weights, v.at[own], do_ring.wait(u)[0].transpose((1, 0)))
                 sT = plgpu.wgmma_accumulator_load(scores, wait_n=1)
                 lse2, delta = (pipeline.by_column(vectors.at[n], sT.shape) for n in range(2))
-                finite = not (edge and mask.reads)
-                if edge:
-                    at = (seen.block(t) * block_q, first + w * GROUP_ROWS, sT.shape)
-                    sT = softmax.masked(sT, mask.keep(pipeline.tile(b, head, *at, transposed=True)))
+                sT = pipeline.masked(mask, sT, edge, (b, head), first + w * GROUP_ROWS, seen.block(t) * block_q, True)
                 pT = softmax.recompute(sT, c, lse2, FAST)
-                dsT = softmax.d_score(pT, plgpu.wgmma_accumulator_load(d_weights, wait_n=0), delta, finite)
+                dsT = softmax.d_score(pT, plgpu.wgmma_accumulator_load(d_weights, wait_n=0), delta, edge and mask.reads)
                 return pT.astype(problem.dtype), dsT.astype(problem.dtype)
 
             pT, dsT = pipeline.accumulate(weighed, (GROUP_ROWS, block_q), (GROUP_ROWS, block_q))
@@ -130,12 +114,7 @@ def flash_backward(
             plgpu.wgmma_wait(0)
             q_ring.release(u)
 
-        def walk(head, turn):
-            seen = visit(head)
-            seen.walk_by_turn(lambda t, _, edge: step(t, edge, turn, head, seen), None)
-            return turn + seen.steps
-
-        pipeline.of_each_head(problem, kv_head, walk)
+        pipeline.of_each_step(problem, kv_head, visit, step)
         return dk[...], dv[...]
 
     def produce():
@@ -170,7 +149,7 @@ def together(problem: Problem, blocks: MosaicBlocks, tensors: tuple[Array, ...])
         ds_tiles=pipeline.tiles(2, block_k, block_q, dtype=dtype),
     )
     outputs = tuple(jax.ShapeDtypeStruct(x.shape, dtype) for x in tensors[1:3])
-    dk, dv = pipeline.call(
+    dk, dv = launch.call(
         flash_backward, "flash_backward", problem, grid, blocks, CONSUMERS, scratch, (*tensors, *sums), outputs
     )
     return sums[0][...], dk, dv

@@ -16,7 +16,7 @@ from pallas_flash import lists, softmax
 from pallas_flash.cells import Span
 from pallas_flash.kernels import clean
 from pallas_flash.kernels.grid import Grid
-from pallas_flash.kernels.mosaic_gpu import operands, pipeline
+from pallas_flash.kernels.mosaic_gpu import launch, operands, pipeline
 from pallas_flash.kernels.mosaic_gpu.pipeline import FAST, GROUP_ROWS, Ring
 from pallas_flash.plan import MosaicBlocks
 from pallas_flash.problem import Problem
@@ -30,7 +30,7 @@ def flash_forward(
     block_q, block_k, consumers = blocks.block_q, blocks.block_k, blocks.block_q // GROUP_ROWS
     b, head, i = pipeline.place(grid)
     first = i * block_q
-    mask = pipeline.bounded(problem, block_k)
+    mask = launch.bounded(problem, block_k)
     seen = lists.visit(mask, Span(first, first + block_q), Span(0, problem.S), block_k, (b, head, i))
     seen = pipeline.uniform(seen.at_least_one())
     c = softmax.base2(problem.any_scale)[1]
@@ -74,9 +74,7 @@ def flash_forward(
                 turns.end(w)
                 s = plgpu.wgmma_accumulator_load(scores, wait_n=int(overlap))
                 k_ring.release(t)
-                if edge:
-                    at = (first + w * GROUP_ROWS, seen.block(t) * block_k, s.shape)
-                    s = softmax.masked(s, mask.keep(pipeline.tile(b, head, *at)))
+                s = pipeline.masked(mask, s, edge, (b, head), first + w * GROUP_ROWS, seen.block(t) * block_k)
                 return softmax.advance(m, l, s, c, FAST)
 
             m, l, p, alpha = pipeline.accumulate(scored, (GROUP_ROWS, block_k))  # noqa: E741
@@ -129,5 +127,5 @@ def forward(
         jax.ShapeDtypeStruct((*q.shape[:-1], seen.Hv), dtype),
         jax.ShapeDtypeStruct((problem.B, problem.N, tiles * blocks.block_q), jnp.float32),
     )
-    o, lse = pipeline.call(flash_forward, "flash_forward", seen, grid, blocks, consumers, scratch, (q, k, v), outputs)
+    o, lse = launch.call(flash_forward, "flash_forward", seen, grid, blocks, consumers, scratch, (q, k, v), outputs)
     return o[:, : problem.T, :, : problem.Hv], lse[..., : problem.T]

@@ -1,4 +1,4 @@
-"""All synchronisation of the Mosaic kernels: launching, warp roles, rings, turns, layouts, copies and sums.
+"""All synchronisation of the Mosaic kernels: warp roles, rings, turns, layouts, copies and sums.
 
 The kernels beside this file read like the algorithm; they are written against what is here. A thread block is one warp
 group that fills rings of shared memory by TMA (the producer) and one to three that compute (the consumers).
@@ -14,13 +14,12 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_flash import softmax
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.kernels.mosaic_gpu import ptx
 from pallas_flash.lists import Listed
-from pallas_flash.masks import Lengths, Mask
-from pallas_flash.plan import MosaicBlocks
+from pallas_flash.masks import Mask
 from pallas_flash.problem import Problem
-from pallas_flash.softmax import Elementary
 from pallas_flash.tile import Tile
 
 GROUP_ROWS = 64
@@ -29,9 +28,9 @@ TILE = plgpu.Layout.WGMMA
 ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)
 REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
 """Registers per thread of a consumer and of the producer, by the number of consumers; of 65,536 in all."""
-FAST = Elementary(constant=lambda x: x)
+FAST = softmax.Elementary(constant=lambda x: x)
 """The plain functions: with `approx_math` they become the GPU's, fused."""
-_BLOCK, _GROUP = "flash_block", "flash_group"
+BLOCK, GROUP = "flash_block", "flash_group"
 """Names of the axes over thread blocks and over their warp groups."""
 
 
@@ -150,7 +149,7 @@ class Turns:
 def roles(consumers: int, produce: Callable[[], None], consume: Callable[[int], None]) -> None:
     """Runs the producer and the consumers, each with its share of the registers and its own code."""
     most, least = REGISTERS[consumers]
-    group = lax.axis_index(_GROUP)
+    group = lax.axis_index(GROUP)
 
     @pl.when(group == consumers)
     def _():
@@ -183,24 +182,57 @@ def of_each_head(problem: Problem, kv_head, walk: Callable[[Any, Any], Any]) -> 
     one(0, 0) if problem.G == 1 else lax.fori_loop(0, problem.G, one, jnp.int32(0))
 
 
+def of_each_block(problem: Problem, kv_head, visit: Callable, job: Callable[[Any, Any, Any], None]) -> None:
+    """`job(head, turn, block)` for each query head of a group and each block of `visit(head)`."""
+
+    def walk(head, turn):
+        seen = visit(head)
+        lax.fori_loop(0, seen.steps, lambda t, _: job(head, turn + t, seen.block(t)), None)
+        return turn + seen.steps
+
+    of_each_head(problem, kv_head, walk)
+
+
+def of_each_step(problem: Problem, kv_head, visit: Callable, step: Callable[..., None]) -> None:
+    """`step(t, edge, turn of the first, head, visit(head))` for each query head of a group and each of its blocks."""
+
+    def walk(head, turn):
+        seen = visit(head)
+        seen.walk_by_turn(lambda t, _, edge: step(t, edge, turn, head, seen), None)
+        return turn + seen.steps
+
+    of_each_head(problem, kv_head, walk)
+
+
 def place(grid: Grid) -> tuple[Array, Array, Array]:
     """Batch entry, head and tile of rows of this thread block."""
-    return grid.at_number(lax.axis_index(_BLOCK))
+    return grid.at_number(lax.axis_index(BLOCK))
 
 
-def tile(b, head, q_start, k_start, shape: tuple[int, int], transposed: bool = False) -> Tile:
-    """A tile of scores in registers: its indices, and how to read arrays for it from device memory."""
-    ids = [plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE) for axis in range(2)]
-    q_ids, k_ids = reversed(ids) if transposed else ids
-    starts = (k_start, q_start) if transposed else (q_start, k_start)
+def masked(mask: Mask, s: Array, edge: bool, place: tuple[Any, Any], row, column, transposed: bool = False) -> Array:
+    """A tile of scores with -inf where they do not count, if it is an `edge`.
+
+    `place` is its batch entry and query head, `row` and `column` are the indices of its first ones, of queries and
+    keys, or transposed.
+    """
+    if not edge:
+        return s
+    b, head = place
+    ids = [
+        start + plgpu.broadcasted_iota(jnp.int32, s.shape, axis, layout=TILE)
+        for axis, start in enumerate((row, column))
+    ]
 
     def read(ref) -> Array:
         B, N, *lengths = ref.shape
-        if transposed and 1 in lengths:  # those over both come with keys before queries
+        vector = 1 in lengths
+        if transposed and vector:  # arrays over both come with keys before queries
             lengths.reverse()
         along = [n > 1 for n in lengths]
-        slices = [pl.ds(start, size) if n else 0 for start, size, n in zip(starts, shape, along, strict=True)]
-        if transposed and not all(along):
+        slices = [
+            pl.ds(first, n) if is_along else 0 for first, n, is_along in zip((row, column), s.shape, along, strict=True)
+        ]
+        if transposed and vector:
             slices.reverse()
         part = ref.at[b if B > 1 else 0, head if N > 1 else 0, *slices]
         if not any(along):
@@ -208,10 +240,10 @@ def tile(b, head, q_start, k_start, shape: tuple[int, int], transposed: bool = F
         if all(along):
             return plgpu.load(part, layout=TILE, optimized=False)
         axis = along.index(True)
-        vector = plgpu.load(part, layout=(ROW, COLUMN)[axis], optimized=False)
-        return lax.broadcast_in_dim(vector, shape, [axis])
+        return lax.broadcast_in_dim(plgpu.load(part, layout=(ROW, COLUMN)[axis], optimized=False), s.shape, [axis])
 
-    return Tile(q_start + q_ids, k_start + k_ids, b, head, read)
+    q_ids, k_ids = reversed(ids) if transposed else ids
+    return softmax.masked(s, mask.keep(Tile(q_ids, k_ids, b, head, read)))
 
 
 def row_vector(value: float) -> Array:
@@ -343,46 +375,3 @@ class Order:
         if self.counters is not None:
             plgpu.wait_smem_to_gmem(0)
             ptx.count_up(self.counters.at[pl.ds(place, 1)])
-
-
-def bounded(problem: Problem, block_k: int) -> Mask:
-    """The problem's mask and the end of the keys; queries beyond theirs are zeros, and are not stored."""
-    if isinstance(problem.mask, Listed):
-        return problem.mask
-    return Lengths(None, problem.S if problem.S % block_k else None) & problem.mask
-
-
-def call(
-    kernel: Callable, name: str, problem: Problem, grid: Grid, blocks: MosaicBlocks, consumers: int,
-    scratch: dict[str, Any], operands: tuple[Any, ...], outputs: tuple[jax.ShapeDtypeStruct, ...],
-):  # fmt: skip
-    """Launches `kernel(*operands, *outputs, problem=, grid=, blocks=, **scratch)`.
-
-    In it, leaves of the problem are scalars, those of the batch entry, or references to what is no vector.
-    """
-    leaves, structure = jax.tree.flatten(problem)
-
-    def body(*refs, **scratch):
-        b = place(grid)[0]
-        parts = [ref[b] if len(ref.shape) == 1 else ref for ref in refs[: len(leaves)]]
-        kernel(*refs[len(leaves) :], problem=structure.unflatten(parts), grid=grid, blocks=blocks, **scratch)
-
-    body.__name__ = body.__qualname__ = name
-    x, y, z = grid.shape
-    launch = plgpu.kernel(
-        body,
-        out_type=outputs,
-        grid=(x * y * z,),
-        grid_names=(_BLOCK,),
-        num_threads=consumers + 1,
-        thread_name=_GROUP,
-        scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(
-            # What its barriers around each store and copy would guard is guarded above, where it needs to be.
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=512,
-        ),
-    )
-    with jax.enable_x64(False):  # Python's integers are int32 in a kernel, whatever they are around it
-        return launch(*leaves, *operands)
