@@ -24,6 +24,8 @@ def band(case: Case) -> tuple[np.ndarray, np.ndarray]:
     Returns:
         lower, upper: [B, T] int64; query t of entry b attends to keys lower <= s < upper, to none if upper <= lower.
     """
+    if case.mask or case.segments or case.modifiers:
+        raise NotImplementedError(f"{case.name}: masks that read arrays are timed by benchmarks/masks.py")
     position = np.arange(case.T) + np.reshape(case.query_offset, (-1, 1))
     lower = np.zeros((case.B, case.T), np.int64)
     upper = np.full((case.B, case.T), case.S, np.int64)

@@ -107,7 +107,7 @@ class Band(Mask):
     @property
     def T(self) -> "Band":
         def minus(edge):
-            return None if edge is None else -edge
+            return None if edge is None else 0 - edge  # Mosaic has no negation for a single warp
 
         return Band(minus(self.hi), minus(self.lo), minus(self.offset))
 

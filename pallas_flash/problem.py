@@ -320,7 +320,7 @@ def _modified(modifier, batch: tuple[int, ...], axes: dict[str, int]) -> Mask:
         operands.append(lax.stop_gradient(_operand(name, array(name, operand), letters, batch, axes)))
     modified = Modified(modifier.function, tuple(operands), tuple(x.dtype == bool for x in operands))
     cells = Cells(axes["B"], axes["N"], axes["T"], axes["S"], 64, 64)
-    found = jax.eval_shape(lambda: jnp.asarray(patterns.kept(modified, cells, 0, 1)))
+    found = jax.eval_shape(lambda: jnp.asarray(patterns.kept(modified.with_arrays(cells.padded), cells, 0, 1)))
     if found.dtype != bool:
         raise TypeError(
             f"mask_modifiers: expected {modifier.name} to return booleans (True = attend), got {found.dtype}; compare, "

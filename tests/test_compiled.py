@@ -64,6 +64,9 @@ CASES = {
         *((_case(f"h{H}_causal", H, is_causal=True), MOSAIC) for H in (64, 128, 256)),
         (_case("h128_causal_gqa8_deterministic", 128, K=2, is_causal=True), {**MOSAIC, "deterministic": True}),
         (_case("h96_everything", 96, K=7, **EVERYTHING), MOSAIC),
+        (_case("h128_segments_causal", 128, segments="sorted", is_causal=True), MOSAIC),
+        (_case("h64_padding", 64, mask="padding"), MOSAIC),
+        (_case("h256_padding", 256, mask="padding"), MOSAIC),
         (_case("triton_h128_causal", 128, is_causal=True), TRITON),
         (_case("triton_h256_full", 256), TRITON),
     ]

@@ -773,6 +773,12 @@ def test_small_problems_get_small_tiles():
     assert mosaic.plan.forward.block_q == mosaic.plan.dq.block_q == 64
 
 
+@pytest.mark.parametrize("implementation", [None, "mosaic_gpu", "triton"])
+def test_no_queries_on_a_gpu(implementation):
+    with device("NVIDIA H200"):
+        assert explain(**shapes(jnp.bfloat16, t=0), implementation=implementation).implementation != "xla"
+
+
 @pytest.mark.parametrize("t,best", [(1023, "triton"), (1024, "mosaic_gpu"), (1032, "mosaic_gpu"), (1033, "mosaic_gpu")])
 def test_short_ragged_sequences_go_to_triton(t, best):
     with device("NVIDIA H200"):

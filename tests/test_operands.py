@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_flash import plan, problem
-from pallas_flash.kernels.mosaic_gpu import operands, pipeline
+from pallas_flash.kernels.mosaic_gpu import launch, operands
 
 forward, backward = (importlib.import_module(f"{operands.__package__}.{name}") for name in ("forward", "backward"))
 
@@ -80,7 +80,7 @@ def test_forward(monkeypatch):
         assert all(map(is_movable, tensors)) and jnp.isfinite(tensors[2]).all()
         return [jnp.zeros(x.shape, x.dtype) for x in outputs]
 
-    monkeypatch.setattr(pipeline, "call", look)
+    monkeypatch.setattr(launch, "call", look)
     out, lse = forward.forward(posed(), QUERY, KEY, VALUE)
     assert (out.shape, lse.shape) == ((2, T, N, HV), (2, N, T))
 
