@@ -290,11 +290,10 @@ def _segments(query_ids, key_ids, batch: tuple[int, ...], axes: dict[str, int]) 
                 f"{name}: expected integers [*B, {size}] beside {other}, got None; pass both, the same for "
                 "self-attention"
             )
-    arrays = [
+    q_ids, k_ids = (
         _operand(name, _ids(name, ids), "B" + size, batch, axes)
         for name, ids, size in (("query_segment_ids", query_ids, "T"), ("key_value_segment_ids", key_ids, "S"))
-    ]
-    q_ids, k_ids = arrays
+    )
     return [Segments(q_ids, k_ids, shared=query_ids is key_ids)]
 
 
@@ -319,6 +318,8 @@ def _modified(modifier, batch: tuple[int, ...], axes: dict[str, int]) -> Mask:
         name = f"mask_modifiers: operand {i} of {modifier.name}"
         operands.append(lax.stop_gradient(_operand(name, array(name, operand), letters, batch, axes)))
     modified = Modified(modifier.function, tuple(operands), tuple(x.dtype == bool for x in operands))
+    if 0 in axes.values():
+        return modified
     cells = Cells(axes["B"], axes["N"], axes["T"], axes["S"], 64, 64)
     found = jax.eval_shape(lambda: jnp.asarray(patterns.kept(modified.with_arrays(cells.padded), cells, 0, 1)))
     if found.dtype != bool:
