@@ -36,7 +36,13 @@ def forward(
     B, T, K, G = problem.B, problem.T, problem.K, problem.G
     block_q, block_k = min(BLOCK, T), min(BLOCK, problem.S)
     cells = Cells(B, problem.N, T, problem.S, block_q, block_k)
-    needed = jnp.any(patterns.found(problem.mask, cells) != NONE, (0, 1))  # by any batch entry and head
+    if problem.mask.reads:  # what is looked at is stored, a row of cells at a time: small ones
+        small = dataclasses.replace(cells, block_q=patterns.CELL, block_k=patterns.CELL)
+        found = patterns.found(problem.mask, small)
+        status = patterns.regrouped(found, patterns.CELL, (block_q, block_k), cells.shape)
+    else:
+        status = patterns.found(problem.mask, cells)
+    needed = jnp.any(status != NONE, (0, 1))  # by any batch entry and head
     queries, keys = lists.used(problem)  # what is stored elsewhere, NaN included, counts as 0
     q, k, v = (
         x if part is None else jnp.where(part[..., None, None], x, 0)
