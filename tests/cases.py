@@ -222,6 +222,23 @@ SMALL = [
     ),
 ]
 
+_EVERYTHING = Case(
+    "everything_bf16",
+    T=610,
+    S=930,
+    N=6,
+    K=2,
+    H=96,
+    Hv=128,
+    dtype="bfloat16",
+    scale=0.2,
+    is_causal=True,
+    local_window_size=(250, 30),
+    query_offset=(300, 100),
+    query_seq_lengths=(500, 610),
+    key_value_seq_lengths=(930, 440),
+)
+
 LARGE = [
     *(
         Case(f"h{H}_{mask}_{dtype}", B=2, T=1024, N=8, K=K, H=H, dtype=dtype, is_causal=mask == "causal")
@@ -255,22 +272,7 @@ LARGE = [
         query_seq_lengths=(1500, 700),
         key_value_seq_lengths=(333, 1100),
     ),
-    Case(
-        "everything_bf16",
-        T=610,
-        S=930,
-        N=6,
-        K=2,
-        H=96,
-        Hv=128,
-        dtype="bfloat16",
-        scale=0.2,
-        is_causal=True,
-        local_window_size=(250, 30),
-        query_offset=(300, 100),
-        query_seq_lengths=(500, 610),
-        key_value_seq_lengths=(930, 440),
-    ),
+    _EVERYTHING,
     Case("bottom_right_bf16", T=100, S=4000, N=4, H=128, dtype="bfloat16", is_causal=True, query_offset=3900),
     Case("empty_rows_bf16", T=1000, S=400, N=4, H=64, dtype="bfloat16", is_causal=True, query_offset=-600),
     Case("large_logits_bf16", T=512, N=4, H=64, dtype="bfloat16", magnitude=40.0, is_causal=True),
@@ -297,20 +299,11 @@ LARGE = [
     Case("modifier_prefix_lm_bf16", T=1500, N=4, K=2, H=128, dtype="bfloat16", modifiers=("prefix_lm",)),
     Case("modifier_documents_fp16", T=1024, N=4, H=64, dtype="float16", modifiers=("document_window", "by_head")),
     Case("modifier_operands_bf16", T=600, S=500, N=4, H=64, dtype="bfloat16", modifiers=("important", "table")),
-    Case(
-        "masks_of_every_kind_large",
-        T=610,
-        S=930,
-        N=6,
-        K=2,
-        H=96,
-        Hv=128,
-        dtype="bfloat16",
-        scale=0.2,
+    dataclasses.replace(
+        _EVERYTHING,
+        name="masks_of_every_kind_large",
+        is_causal=False,
         local_window_size=(450, 330),
-        query_offset=(300, 100),
-        query_seq_lengths=(500, 610),
-        key_value_seq_lengths=(930, 440),
         mask="per_head",
         segments="repeated",
         modifiers=("by_place", "dilated"),

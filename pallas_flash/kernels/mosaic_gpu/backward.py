@@ -45,11 +45,9 @@ def backward(
     else:
         raw_dq, dk, dv = together(seen, plan.backward, tensors)
         raw_dq = raw_dq[:, : problem.T, :, : problem.H]
-        d_scale = (
-            None
-            if problem.scale is None
-            else jnp.sum(raw_dq * clean.queries(problem, q).astype(jnp.float32), (1, 2, 3))
-        )  # eq. 19
+        d_scale = None
+        if problem.scale is not None:
+            d_scale = jnp.sum(raw_dq * clean.queries(problem, q).astype(jnp.float32), (1, 2, 3))  # eq. 19
         dq = raw_dq * jnp.reshape(problem.any_scale, (-1, 1, 1, 1))
     dq, dk, dv = (grad[:, : x.shape[1], :, : x.shape[3]].astype(x.dtype) for grad, x in ((dq, q), (dk, k), (dv, v)))
     return dq, dk, dv, d_scale

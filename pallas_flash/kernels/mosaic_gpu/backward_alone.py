@@ -137,7 +137,9 @@ def flash_alone(
             plgpu.wgmma_wait(0)
             (c if of_scores else d)[1].release(u)
 
-        of_each_head(lambda *at: at[2].walk_by_turn(lambda t, _, edge: step(t, edge, *at), None))
+        of_each_head(
+            lambda head, turn, seen: seen.walk_by_turn(lambda t, _, edge: step(t, edge, head, turn, seen), None)
+        )
         return plgpu.wgmma_accumulator_load(total)
 
     pipeline.roles(consumers, produce, consume)
