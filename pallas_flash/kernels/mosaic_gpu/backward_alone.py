@@ -53,22 +53,16 @@ def flash_alone(
     rows, columns = _sides(gradient, blocks)
     consumers = rows // GROUP_ROWS
     batch, head, i = pipeline.place(grid)
+    heads = (head, 1) if by_query else pipeline.group(problem, head)
     first = i * rows
     mask = launch.bounded(problem, blocks.block_k)
     mask, size = (mask, problem.S) if by_query else (mask.T, problem.T)
     sign, factor = softmax.base2(problem.any_scale)
     turns = pipeline.Turns(consumers)
 
-    def of_each_head(walk):
-        """`walk(query head, turn, blocks to visit)` for each head that streams past, from its turn on."""
-
-        def one(query_head, turn):
-            place = batch, query_head, i
-            seen = pipeline.uniform(lists.visit(mask, Span(first, first + rows), Span(0, size), columns, place))
-            walk(query_head, turn, seen)
-            return turn + seen.steps
-
-        one(head, 0) if by_query else pipeline.of_each_head(problem, head, one)
+    def visit(query_head):
+        place = batch, query_head, i
+        return pipeline.uniform(lists.visit(mask, Span(first, first + rows), Span(0, size), columns, place))
 
     def fill(operand, turn, h, at, length: int):
         (ref, ring), tile = operand, pl.ds(at, length)
@@ -80,16 +74,12 @@ def flash_alone(
             for operand in (a, b) if of_scores else (a,):
                 fill(operand, w, head, first + w * GROUP_ROWS, GROUP_ROWS)
 
-        def walk(query_head, turn, seen):
-            passing = lax.div(head, jnp.int32(problem.G)) if by_query else query_head
+        def past(query_head, turn, j):
+            h = lax.div(head, jnp.int32(problem.G)) if by_query else query_head
+            for operand in (c, d):
+                fill(operand, turn, h, j * columns, columns)
 
-            def step(t, _):
-                for operand in (c, d):
-                    fill(operand, turn + t, passing, seen.block(t) * columns, columns)
-
-            lax.fori_loop(0, seen.steps, step, None)
-
-        of_each_head(walk)
+        pipeline.of_each_block(heads, visit, past)
 
     def consume(w: int):
         _, *of_rows = a[1].wait(w)
@@ -108,7 +98,7 @@ def flash_alone(
     def stream(w: int, of_rows, total) -> Array:
         of_row = [pipeline.by_row(of_rows[0].at[n], (GROUP_ROWS, columns)) for n in range(2)] if of_rows else None
 
-        def step(t, edge: bool, query_head, turn, seen):
+        def step(t, edge: bool, turn, query_head, seen):
             u = turn + t
             a_tile, (c_tile, *of_columns) = a[1].anew(w)[0], c[1].wait(u)
 
@@ -137,9 +127,7 @@ def flash_alone(
             plgpu.wgmma_wait(0)
             (c if of_scores else d)[1].release(u)
 
-        of_each_head(
-            lambda head, turn, seen: seen.walk_by_turn(lambda t, _, edge: step(t, edge, head, turn, seen), None)
-        )
+        pipeline.of_each_step(heads, visit, step)
         return plgpu.wgmma_accumulator_load(total)
 
     pipeline.roles(consumers, produce, consume)

@@ -33,6 +33,7 @@ def flash_backward(
     *counters, dk_ref, dv_ref = counters_and_outputs
     block_q, block_k = blocks.block_q, blocks.block_k
     b, kv_head, i = pipeline.place(grid)
+    heads = pipeline.group(problem, kv_head)
     first = i * block_k
     mask = launch.bounded(problem, block_k)
     sign, c = softmax.base2(problem.any_scale)
@@ -51,7 +52,7 @@ def flash_backward(
             q_ring.fill(turn, q_ref.at[b, rows, head], vectors_ref.at[b, head, :, rows])
             do_ring.fill(turn, do_ref.at[b, rows, head])
 
-        pipeline.of_each_block(problem, kv_head, visit, fill)
+        pipeline.of_each_block(heads, visit, fill)
 
     def add(w: int):
         """Adds what consumer w computes of dq to device memory."""
@@ -64,7 +65,7 @@ def flash_backward(
             rank = lists.later(mask, queries, problem.S, block_k, (b, head, i), j) if counters else 0
             pipeline.Handover(dq_tiles, w).add(target, order, place, rank)
 
-        pipeline.of_each_block(problem, kv_head, visit, take)
+        pipeline.of_each_block(heads, visit, take)
 
     def consume(w: int):
         own = pl.ds(w * GROUP_ROWS, GROUP_ROWS)
@@ -114,7 +115,7 @@ def flash_backward(
             plgpu.wgmma_wait(0)
             q_ring.release(u)
 
-        pipeline.of_each_step(problem, kv_head, visit, step)
+        pipeline.of_each_step(heads, visit, step)
         return dk[...], dv[...]
 
     def produce():

@@ -173,35 +173,41 @@ def by_warp(*jobs: Callable[[], None]) -> None:
             pl.when(warp == i)(job)
 
 
-def of_each_head(problem: Problem, kv_head, walk: Callable[[Any, Any], Any]) -> None:
-    """`walk(head, turn)` for each query head of a group; it returns the turn of the next one's first step."""
+def group(problem: Problem, kv_head) -> tuple[Any, int]:
+    """The query heads of a key/value head: the first, and how many."""
+    return kv_head * problem.G, problem.G
+
+
+def _of_each_head(heads: tuple[Any, int], walk: Callable[[Any, Any], Any]) -> None:
+    """`walk(head, turn)` for each of the heads; it returns the turn of the next one's first step."""
+    first, count = heads
 
     def one(g, turn):
-        return walk(kv_head * problem.G + g, turn)
+        return walk(first + g, turn)
 
-    one(0, 0) if problem.G == 1 else lax.fori_loop(0, problem.G, one, jnp.int32(0))
+    one(0, 0) if count == 1 else lax.fori_loop(0, count, one, jnp.int32(0))
 
 
-def of_each_block(problem: Problem, kv_head, visit: Callable, job: Callable[[Any, Any, Any], None]) -> None:
-    """`job(head, turn, block)` for each query head of a group and each block of `visit(head)`."""
+def of_each_block(heads: tuple[Any, int], visit: Callable, job: Callable[[Any, Any, Any], None]) -> None:
+    """`job(head, turn, block)` for each of the query heads and each block of `visit(head)`."""
 
     def walk(head, turn):
         seen = visit(head)
         lax.fori_loop(0, seen.steps, lambda t, _: job(head, turn + t, seen.block(t)), None)
         return turn + seen.steps
 
-    of_each_head(problem, kv_head, walk)
+    _of_each_head(heads, walk)
 
 
-def of_each_step(problem: Problem, kv_head, visit: Callable, step: Callable[..., None]) -> None:
-    """`step(t, edge, turn of the first, head, visit(head))` for each query head of a group and each of its blocks."""
+def of_each_step(heads: tuple[Any, int], visit: Callable, step: Callable[..., None]) -> None:
+    """`step(t, edge, turn of the first, head, visit(head))` for each of the query heads and of its blocks."""
 
     def walk(head, turn):
         seen = visit(head)
         seen.walk_by_turn(lambda t, _, edge: step(t, edge, turn, head, seen), None)
         return turn + seen.steps
 
-    of_each_head(problem, kv_head, walk)
+    _of_each_head(heads, walk)
 
 
 def place(grid: Grid) -> tuple[Array, Array, Array]:
