@@ -152,10 +152,15 @@ def _by_block(part: Array | None, block: int, blocks: int) -> tuple[Array | None
     return jnp.pad(part, ends).astype(jnp.int8)[:, None, None], jnp.any(unused, -1).astype(jnp.int32)
 
 
-def visit(mask: Mask, rows: Span, columns: Span, block: int, place: tuple[Index, Index, Index]) -> Visit | ListedVisit:
-    """As `masks.visit`; `place` is batch entry, query head and number of the block of rows."""
+def visit(
+    mask: Mask, rows: Span, columns: Span, block: int, place: tuple[Index, Index, Index], by_query: bool = True
+) -> Visit | ListedVisit:
+    """As `masks.visit`, for rows that are queries or keys; `place` is batch entry, query head and number of the block.
+
+    Kernels have the mask of queries × keys whatever their rows are, since that is the one whose `keep` is right.
+    """
     if not isinstance(mask, Listed):
-        return masks.visit(mask, rows, columns, block)
+        return masks.visit(mask if by_query else mask.T, rows, columns, block)
     edges, steps = (x[_at(x, place, 0)] for x in (mask.edges, mask.steps))
     return ListedVisit(edges, steps, lambda t: mask.order[_at(mask.order, place, t)])
 

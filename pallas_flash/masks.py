@@ -8,7 +8,7 @@ that depend on arrays are in `patterns.py`.
 - `every(rows, columns)`: the columns that every one of the rows keeps (eq. 24).
 
 From the last two, `visit` derives the blocks to walk. Rows are queries and columns are keys; the transpose `.T` swaps
-them, so that a kernel whose rows are keys walks `visit(mask.T, ...)`. `keep` needs none: a tile carries indices.
+them, so that `visit(mask.T, ...)` is the walk for rows of keys. `keep` needs none: a tile carries indices.
 
 Bounds may be Python ints or traced int32 scalars. What is static stays static, so that a kernel without ragged edges
 compiles no code for them.

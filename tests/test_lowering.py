@@ -18,7 +18,7 @@ import pytest
 from cases import BENCHMARK, HALF, LARGE, SMALL, Case
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_flash import RESIDUAL_NAMES, MaskModifier, explain, flash_attention, vjp
+from pallas_flash import RESIDUAL_NAMES, MaskModifier, explain, flash_attention, masks, vjp
 
 FACTS = pathlib.Path(__file__).with_name("lowering_facts.json")
 DEVICES = {
@@ -149,6 +149,23 @@ def test_mosaic_kernels_lower(name, options):
     with on("H200"):
         run = with_gradients(dataclasses.replace(case, scale=None), implementation="mosaic_gpu", **options)
         assert launches(lower(run, *shapes(case))).keys() == mosaic_kernels(case)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
+@pytest.mark.parametrize("H", [64, 256])
+def test_kernels_ask_the_mask_as_it_is(monkeypatch, H, implementation):
+    """Those whose rows are keys walk its transpose, whose `keep` would be wrong: a tile carries indices."""
+    asked, keep = set(), masks.Band.keep
+
+    def seen(band, tile):
+        asked.add((band.lo, band.hi))
+        return keep(band, tile)
+
+    monkeypatch.setattr(masks.Band, "keep", seen)
+    case = Case("band", T=1024, H=H, dtype="bfloat16", local_window_size=(300, 20))
+    with on("H200"):
+        jax.jit(with_gradients(case, implementation=implementation)).trace(*shapes(case))
+    assert asked == {(-300, 20)}
 
 
 @pytest.mark.parametrize("device", DEVICES)

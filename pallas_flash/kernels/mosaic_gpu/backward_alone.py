@@ -56,13 +56,13 @@ def flash_alone(
     heads = (head, 1) if by_query else pipeline.group(problem, head)
     first = i * rows
     mask = launch.bounded(problem, blocks.block_k)
-    mask, size = (mask, problem.S) if by_query else (mask.T, problem.T)
+    size = problem.S if by_query else problem.T
     sign, factor = softmax.base2(problem.any_scale)
     turns = pipeline.Turns(consumers)
 
     def visit(query_head):
-        place = batch, query_head, i
-        return pipeline.uniform(lists.visit(mask, Span(first, first + rows), Span(0, size), columns, place))
+        own, place = Span(first, first + rows), (batch, query_head, i)
+        return pipeline.uniform(lists.visit(mask, own, Span(0, size), columns, place, by_query))
 
     def fill(operand, turn, h, at, length: int):
         (ref, ring), tile = operand, pl.ds(at, length)

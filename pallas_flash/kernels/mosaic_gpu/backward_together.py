@@ -40,8 +40,8 @@ def flash_backward(
     order = pipeline.Order(*counters)
 
     def visit(head):
-        seen = lists.visit(mask.T, Span(first, first + block_k), Span(0, problem.T), block_q, (b, head, i))
-        return pipeline.uniform(seen)
+        rows, place = Span(first, first + block_k), (b, head, i)
+        return pipeline.uniform(lists.visit(mask, rows, Span(0, problem.T), block_q, place, by_query=False))
 
     def load():
         keys = pl.ds(first, block_k)

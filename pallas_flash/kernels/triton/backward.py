@@ -85,7 +85,8 @@ def flash_dkv(
 
     def of_head(g, grads):
         head = kv_head * problem.G + g
-        seen = lists.visit(mask.T, Span(first, first + block_k), Span(0, problem.T), block_q, (b, head, j))
+        rows, place = Span(first, first + block_k), (b, head, j)
+        seen = lists.visit(mask, rows, Span(0, problem.T), block_q, place, by_query=False)
         return seen.walk(lambda i, carry, edge: step(i, carry, edge, g, head), grads)
 
     zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
