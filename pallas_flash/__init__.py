@@ -4,7 +4,8 @@ from pallas_flash.api import block_mask as block_mask
 from pallas_flash.api import explain as explain
 from pallas_flash.api import flash_attention as flash_attention
 from pallas_flash.dispatch import Explanation as Explanation
-from pallas_flash.patterns import MaskModifier as MaskModifier
+from pallas_flash.modifiers import MaskModifier as MaskModifier
+from pallas_flash.modifiers import ScoreModifier as ScoreModifier
 from pallas_flash.plan import Blocks as Blocks
 from pallas_flash.plan import MosaicBlocks as MosaicBlocks
 from pallas_flash.plan import MosaicPlan as MosaicPlan

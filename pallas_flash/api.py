@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from pallas_flash import dispatch, problem, vjp
-from pallas_flash.patterns import MaskModifier
+from pallas_flash import arguments, dispatch, problem, vjp
+from pallas_flash.modifiers import MaskModifier, ScoreModifier
 from pallas_flash.plan import MosaicPlan, Plan
 from pallas_flash.survey import BlockMask
 
@@ -18,7 +18,6 @@ from pallas_flash.survey import BlockMask
 class Options(TypedDict, total=False):
     """Keywords of `flash_attention` that do not change what it returns; it documents them."""
 
-    mask: ArrayLike | None
     scale: ArrayLike | None
     is_causal: bool
     query_seq_lengths: ArrayLike | None
@@ -30,6 +29,12 @@ class Options(TypedDict, total=False):
     key_value_segment_ids: ArrayLike | None
     mask_modifiers: Sequence[Callable[..., Array] | MaskModifier]
     block_mask: BlockMask | None
+    logits_soft_cap: float | None
+    alibi_slopes: ArrayLike | None
+    sinks: ArrayLike | None
+    score_modifiers: Sequence[Callable[..., Array] | ScoreModifier]
+    dropout_rate: float
+    dropout_key: Array | None
     deterministic: bool
     precision: Any
     plan: Plan | MosaicPlan | None
@@ -41,6 +46,8 @@ def flash_attention(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | None = ...,
     *,
     return_residual: Literal[False] = ...,
     **options: Unpack[Options],
@@ -49,13 +56,27 @@ def flash_attention(
 
 @overload
 def flash_attention(
-    query: ArrayLike, key: ArrayLike, value: ArrayLike, *, return_residual: Literal[True], **options: Unpack[Options]
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | None = ...,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[Options],
 ) -> tuple[Array, Array]: ...
 
 
 @overload
 def flash_attention(
-    query: ArrayLike, key: ArrayLike, value: ArrayLike, *, return_residual: bool, **options: Unpack[Options]
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | None = ...,
+    *,
+    return_residual: bool,
+    **options: Unpack[Options],
 ) -> Array | tuple[Array, Array]: ...
 
 
@@ -63,8 +84,9 @@ def flash_attention(  # pyright: ignore[reportInconsistentOverload]  (the keywor
     query,
     key,
     value,
-    *,
+    bias=None,
     mask=None,
+    *,
     scale=None,
     is_causal=False,
     query_seq_lengths=None,
@@ -77,12 +99,18 @@ def flash_attention(  # pyright: ignore[reportInconsistentOverload]  (the keywor
     key_value_segment_ids=None,
     mask_modifiers=(),
     block_mask=None,
+    logits_soft_cap=None,
+    alibi_slopes=None,
+    sinks=None,
+    score_modifiers=(),
+    dropout_rate=0.0,
+    dropout_key=None,
     deterministic=False,
     precision=None,
     plan=None,
     interpret=False,
 ) -> Any:
-    """Exact attention, softmax(scale·q·kᵀ, masked)·v, without a T×S buffer in device memory.
+    """Exact attention, softmax(scale·q·kᵀ + bias, masked)·v, without a T×S buffer in device memory.
 
     Takes the arguments of `jax.nn.dot_product_attention` and more. It differs in one rule: a query with nothing to
     attend to gives 0 (residual -inf, gradients 0), where jax.nn gives the mean of the values. Masks of every kind hold
@@ -95,6 +123,9 @@ def flash_attention(  # pyright: ignore[reportInconsistentOverload]  (the keywor
         query: [*B, T, N, H], bfloat16, float16, float32 or float64, any number of batch axes, any sizes >= 0.
         key: [*B, S, K, H], the dtype of `query`.
         value: [*B, S, K, Hv], the dtype of `query`.
+        bias: Floating, broadcastable to [*B, N, T, S], is added to the scaled scores; -inf masks. Differentiable: its
+            gradient has its shape and dtype, is summed in float32, and takes no more memory than the larger of itself
+            and [*B, N, T or S].
         mask: Boolean, broadcastable to [*B, N, T, S], True = attend. Its size is what it costs: [*B, 1, 1, S] is never
             expanded. Blocks of scores that are all False are skipped, those that are all True need no mask.
         scale: Number or floating scalar array, multiplies the scores. A traced one is differentiable and never
@@ -118,6 +149,18 @@ def flash_attention(  # pyright: ignore[reportInconsistentOverload]  (the keywor
             `MaskModifier`s, which have arrays as operands and tell more.
         block_mask: What `block_mask` made of the same `mask` and `mask_modifiers` before, once for many calls. None:
             each call works out itself which blocks these leave to visit.
+        logits_soft_cap: Positive number: scores, scaled and with bias, become cap·tanh(scores / cap). On GPUs, for
+            bfloat16 and float16, by the hardware's tanh, whose relative error is up to 2⁻¹¹.
+        alibi_slopes: Floating, [N] or [*B, N]: from each score its slope times |query position - key index| is
+            subtracted, the position being that of `query_offset`. Differentiable.
+        sinks: Floating, [N]: a logit for each head that joins the denominators, without a value, of queries that attend
+            to something; it is part of the log-sum-exp. Differentiable.
+        score_modifiers: Your own scores: functions `modify(score, tile)` → score, applied in order after the soft cap,
+            or `ScoreModifier`s, which have arrays as operands, with gradients, and tell more.
+        dropout_rate: Chance of each probability to be dropped, 0 <= rate < 1, a Python number; the kept ones are
+            divided by 1 - rate. The residual is that without dropout.
+        dropout_key: A key of `jax.random`, needed if the rate is not 0. What is dropped follows from it and from batch
+            entry, head, query and key index, whatever the implementation (`dropout_mask`); another key never recompiles.
         deterministic: Whether gradients must be bitwise reproducible. Outputs always are, gradients are by default
             except from "mosaic_gpu" with head dims up to 128, which is faster for it. `--xla_gpu_deterministic_ops` in
             XLA_FLAGS asks for it too.
@@ -138,12 +181,14 @@ def flash_attention(  # pyright: ignore[reportInconsistentOverload]  (the keywor
 
     Source: Dao, FlashAttention-2 (arXiv:2307.08691); docs/algorithm.md has the equations.
     """
-    query, key, value = (problem.array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    query, key, value = (arguments.array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     posed, batch = problem.pose(
-        query, key, value, mask=mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
+        query, key, value, bias=bias, mask=mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size,
         query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids,
-        mask_modifiers=mask_modifiers, block_mask=block_mask, return_residual=return_residual,
+        mask_modifiers=mask_modifiers, block_mask=block_mask, logits_soft_cap=logits_soft_cap,
+        alibi_slopes=alibi_slopes, sinks=sinks, score_modifiers=score_modifiers, dropout_rate=dropout_rate,
+        dropout_key=dropout_key, return_residual=return_residual,
         implementation=implementation, query_offset=query_offset, deterministic=deterministic, precision=precision,
         plan=plan, interpret=interpret,
     )  # fmt: skip
@@ -169,7 +214,7 @@ def explain(query: Any, key: Any, value: Any, **keywords: Any) -> dispatch.Expla
         TypeError, ValueError, NotImplementedError: As the call would.
     """
     tensors = {"query": query, "key": key, "value": value}
-    shapes = {n: x if isinstance(x, jax.ShapeDtypeStruct) else problem.array(n, x) for n, x in tensors.items()}
+    shapes = {n: x if isinstance(x, jax.ShapeDtypeStruct) else arguments.array(n, x) for n, x in tensors.items()}
     return dispatch.explain(_posed(**shapes, **keywords)[0])
 
 

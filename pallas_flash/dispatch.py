@@ -19,6 +19,7 @@ class Implementation:
         forward: problem, q, k, v → output [B, T, N, Hv] and natural log-sum-exp [B, N, T].
         backward: problem, q, k, v, lse, do, delta → dq, dk, dv, and for a traced scale its gradient [B].
             None: `forward` is differentiated by JAX.
+        d_score: The same → gradients of the operands of `problem.score`, in its structure. With `backward` only.
         plan: problem → block sizes; None: it has none.
         deferral: problem → why the next implementation is faster, where both accept; None: it is not.
     """
@@ -27,6 +28,7 @@ class Implementation:
     refusal: Callable[[Problem], str | None]
     forward: Callable
     backward: Callable | None = None
+    d_score: Callable | None = None
     plan: Callable[[Problem], Plan | MosaicPlan] | None = None
     deferral: Callable[[Problem], str | None] = lambda problem: None
 
@@ -37,6 +39,7 @@ def implementations() -> tuple[Implementation, ...]:
     xla = importlib.import_module("pallas_flash.xla")
     hopper = _kernels("mosaic_gpu", "pallas_flash.kernels.mosaic_gpu")
     triton = _kernels("triton", "pallas_flash.kernels.triton")
+    hopper = dataclasses.replace(hopper, d_score=triton.d_score)
     return hopper, triton, Implementation("xla", xla.refusal, xla.forward)
 
 
@@ -46,8 +49,8 @@ def _kernels(name: str, package: str) -> Implementation:
     except ImportError as error:
         reason = f"its kernels cannot be imported ({error}); install jax and jaxlib of a supported version"
         return Implementation(name, lambda problem: reason, lambda *tensors: None)
-    deferral = getattr(kernels, "deferral", Implementation.deferral)
-    return Implementation(name, kernels.refusal, kernels.forward, kernels.backward, kernels.plan, deferral)
+    has = {name: getattr(kernels, name) for name in ("d_score", "deferral") if hasattr(kernels, name)}
+    return Implementation(name, kernels.refusal, kernels.forward, kernels.backward, plan=kernels.plan, **has)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -104,11 +104,17 @@ class ListedVisit:
 def listed(problem: Problem, block_q: int, block_k: int, by_query: bool, swapped: bool = False) -> Problem:
     """The problem as a kernel takes it whose rows are queries (or keys): its mask is `Listed`, if it reads arrays.
 
-    These then reach to the end of the last block, and booleans are bytes; if `swapped`, keys come before queries.
+    Its arrays reach to the end of the last block, and booleans are bytes; if `swapped`, keys come before queries.
     """
+    cells = Cells(problem.B, problem.N, problem.T, problem.S, block_q, block_k)
+
+    def prepared(leaf: Array) -> Array:
+        leaf = cells.padded(leaf.astype(jnp.int8) if leaf.dtype == bool else leaf)
+        return jnp.swapaxes(leaf, 2, 3) if swapped and 1 not in leaf.shape[2:] else leaf
+
+    problem = dataclasses.replace(problem, score=jax.tree.map(prepared, problem.score))
     if not problem.mask.reads:
         return problem
-    cells = Cells(problem.B, problem.N, problem.T, problem.S, block_q, block_k)
     bounds = [n if n % block else None for n, block in ((cells.T, block_q), (cells.S, block_k))]
     status = patterns.found(problem.mask, cells)
     status = status if by_query else jnp.swapaxes(status, 2, 3)
@@ -121,10 +127,6 @@ def listed(problem: Problem, block_q: int, block_k: int, by_query: bool, swapped
     visited = (status != NONE).astype(jnp.int32)
     edges, steps = (jnp.sum(x, -1, jnp.int32, keepdims=True) for x in (status == SOME, visited))
     later = lax.cumsum(visited, 2, reverse=True) - visited if problem.deterministic and not by_query else None
-
-    def prepared(leaf: Array) -> Array:
-        leaf = cells.padded(leaf.astype(jnp.int8) if leaf.dtype == bool else leaf)
-        return jnp.swapaxes(leaf, 2, 3) if swapped and 1 not in leaf.shape[2:] else leaf
 
     mask = problem.mask.with_arrays(prepared)
     mask = Listed(mask, edges, steps, order, (columns_used, rows_used), rows_unused, later, *bounds)
@@ -163,6 +165,14 @@ def visit(
         return masks.visit(mask if by_query else mask.T, rows, columns, block)
     edges, steps = (x[_at(x, place, 0)] for x in (mask.edges, mask.steps))
     return ListedVisit(edges, steps, lambda t: mask.order[_at(mask.order, place, t)])
+
+
+def visits(mask: Mask, rows: Span, columns: Span, block: int, j: Index) -> Index:
+    """Whether the j-th block of keys holds something kept for these queries; True where only lists would tell."""
+    if isinstance(mask, Listed):
+        return jnp.bool_(True)
+    seen = masks.visit(mask, rows, columns, block)
+    return (j >= seen.start) & (j < seen.end)
 
 
 def later(mask: Mask, rows: Span, S: int, block_k: int, place: tuple[Index, Index, Index], j: Index) -> Index:

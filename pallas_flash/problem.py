@@ -12,16 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from pallas_flash import patterns
+from pallas_flash import arguments, logits, patterns
+from pallas_flash.arguments import FAR, describe, operand, per_batch
 from pallas_flash.cells import Cells
 from pallas_flash.masks import Band, Lengths, Mask
-from pallas_flash.patterns import Dense, MaskModifier, Modified, Segments
+from pallas_flash.modifiers import MaskModifier
+from pallas_flash.patterns import Dense, Modified, Segments
 from pallas_flash.plan import MosaicPlan, Plan
 from pallas_flash.survey import BlockMask
 
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
-FAR = 2**29
-"""Edges of the window and traced offsets beyond this are taken as this, so that their sums with indices fit int32."""
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -34,12 +34,15 @@ def _static() -> Any:
 class Problem:
     """An attention problem without its tensors: a pytree whose structure is static and hashable.
 
-    The batch axes are folded into one, of size `B`. A leaf is an int32 or float32 array of shape [B], of which an
+    The batch axes are folded into one, of size `B`. A leaf is an array of shape [B], of which an
     implementation hands each program the scalar of its batch entry, or an array [B or 1, N or 1, T or 1, S or 1] that
-    a mask reads by tiles.
+    is read by tiles.
 
     Attributes:
         mask: `masks.Mask`: which scores count, beyond the array bounds T and S.
+        score: `score.Score`: the terms between scaled scores and logits.
+        sinks: float32 [1, N, 1, 1], logits that join the denominators; None: there are none.
+        dropout: `Dropout`; None: nothing is dropped.
         scale: float32 [B] when the user's scale is traced, else None.
         static_scale: The scale when it is not traced, else None.
         B, T, S, N, K, H, Hv: Sizes, in jax.nn's letters.
@@ -52,6 +55,9 @@ class Problem:
     """
 
     mask: Any
+    score: Any
+    sinks: Any
+    dropout: Any
     scale: Any
     static_scale: float | None = _static()
     B: int = _static()
@@ -85,12 +91,13 @@ class Problem:
 
 
 def pose(
-    query, key, value, *, mask, scale, is_causal, query_seq_lengths, key_value_seq_lengths, local_window_size,
-    query_segment_ids, key_value_segment_ids, mask_modifiers, block_mask, return_residual, implementation,
-    query_offset, deterministic, precision, plan, interpret,
+    query, key, value, *, bias, mask, scale, is_causal, query_seq_lengths, key_value_seq_lengths, local_window_size,
+    query_segment_ids, key_value_segment_ids, mask_modifiers, block_mask, logits_soft_cap, alibi_slopes, sinks,
+    score_modifiers, dropout_rate, dropout_key, return_residual, implementation, query_offset, deterministic, precision, plan, interpret,
 ) -> tuple[Problem, tuple[int, ...]]:  # fmt: skip
     """Validates a call of `flash_attention`; returns the problem and its batch axes. Raises as documented there."""
     batch, sizes = _sizes(query, key, value)
+    axes = {"B": math.prod(batch), **{letter: sizes[letter] for letter in "NTS"}}
     flags = {
         "is_causal": is_causal,
         "return_residual": return_residual,
@@ -100,7 +107,7 @@ def pose(
     for name, flag in flags.items():
         if not isinstance(flag, bool | np.bool_):
             raise TypeError(
-                f"{name}: expected a Python bool, got {_describe(flag)}; "
+                f"{name}: expected a Python bool, got {describe(flag)}; "
                 "it selects code at trace time, so mark it static under jit"
             )
     if implementation is not None and implementation not in IMPLEMENTATIONS:
@@ -109,7 +116,7 @@ def pose(
         )
     if not isinstance(plan, Plan | MosaicPlan | None):
         raise TypeError(
-            f"plan: expected None, a pallas_flash.Plan or a MosaicPlan, got {_describe(plan)}; "
+            f"plan: expected None, a pallas_flash.Plan or a MosaicPlan, got {describe(plan)}; "
             "None picks the block sizes"
         )
     static_scale, traced_scale = _scale(scale, sizes["H"], batch, query.dtype)
@@ -118,12 +125,17 @@ def pose(
         per_batch("key_value_seq_lengths", key_value_seq_lengths, batch, sizes["S"]),
     )
     band = _band(bool(is_causal), local_window_size, query_offset, batch)
-    read = _patterns(batch, sizes, mask, query_segment_ids, key_value_segment_ids, mask_modifiers, block_mask)
+    read = _patterns(batch, axes, mask, query_segment_ids, key_value_segment_ids, mask_modifiers, block_mask)
     problem = Problem(
         mask=functools.reduce(operator.and_, read, lengths & band),
+        score=logits.score(
+            bias, alibi_slopes, query_offset, logits_soft_cap, score_modifiers, batch, axes, query.dtype
+        ),
+        sinks=logits.sinks(sinks, sizes["N"], query.dtype),
+        dropout=logits.dropout(dropout_rate, dropout_key, axes["B"], sizes["N"]),
         scale=traced_scale,
         static_scale=static_scale,
-        B=math.prod(batch),
+        B=axes["B"],
         **sizes,
         dtype=str(query.dtype),
         precision=_precision(precision),
@@ -184,7 +196,7 @@ def _scale(scale: Any, H: int, batch: tuple[int, ...], dtype) -> tuple[float | N
         return float(scale), None
     if not isinstance(scale, Array | np.ndarray) or scale.ndim or not jnp.issubdtype(scale.dtype, jnp.floating):
         raise TypeError(
-            f"scale: expected None, a number or a floating scalar array, got {_describe(scale)}; "
+            f"scale: expected None, a number or a floating scalar array, got {describe(scale)}; "
             "multiply the query for a scale per head or position"
         )
     return None, jnp.broadcast_to(jnp.asarray(scale, jnp.promote_types(dtype, jnp.float32)), math.prod(batch))
@@ -210,53 +222,25 @@ def _band(is_causal: bool, window: Any, offset: Any, batch: tuple[int, ...]) -> 
     return Band(lo, hi, per_batch("query_offset", offset, batch) if shift is None else None)
 
 
-def per_batch(name: str, values: Any, batch: tuple[int, ...], limit: int | None = None) -> Array | None:
-    """int32 [B] from an integer scalar or array that broadcasts to the batch axes, clipped to 0 … limit or ±FAR."""
-    if values is None and limit is not None:
-        return None
-    try:
-        values = values if isinstance(values, Array) else np.asarray(values)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name}: expected integers, got {values!r}; pass one int32 per batch entry") from error
-    if not jnp.issubdtype(values.dtype, jnp.integer):
-        raise TypeError(f"{name}: expected an integer dtype, got {values.dtype}; pass one int32 per batch entry")
-    low, high = (-FAR, FAR) if limit is None else (0, limit)
-    if isinstance(values, np.ndarray):
-        values = np.minimum(values, np.uint64(FAR)) if values.dtype == np.uint64 else values
-        values = np.clip(values.astype(np.int64), low, high)
-    elif jnp.issubdtype(values.dtype, jnp.unsignedinteger):
-        values = jnp.minimum(values.astype(jnp.promote_types(values.dtype, jnp.uint32)), high)
-    else:
-        values = jnp.clip(values.astype(jnp.promote_types(values.dtype, jnp.int32)), low, high)
-    try:
-        return jnp.asarray(jnp.broadcast_to(values, batch).reshape(-1), jnp.int32)
-    except ValueError:
-        raise ValueError(
-            f"{name}: expected shape {batch}, the batch axes of query, or one that broadcasts to it, "
-            f"got {values.shape}; pass one int32 per batch entry"
-        ) from None
-
-
 def _patterns(
-    batch: tuple[int, ...], sizes: dict[str, int], mask, query_segment_ids, key_value_segment_ids, mask_modifiers,
+    batch: tuple[int, ...], axes: dict[str, int], mask, query_segment_ids, key_value_segment_ids, mask_modifiers,
     block_mask,
 ) -> list[Mask]:  # fmt: skip
     """The masks that read arrays, from what the user passed for them."""
-    axes = {"B": math.prod(batch), **{letter: sizes[letter] for letter in "NTS"}}
     found: list[Mask] = _segments(query_segment_ids, key_value_segment_ids, batch, axes)
     surveyed: list[Mask] = []
     if mask is not None:
-        surveyed.append(Dense(_operand("mask", array("mask", mask, "boolean"), "BNTS", batch, axes)))
+        surveyed.append(Dense(operand("mask", arguments.array("mask", mask, "boolean"), "BNTS", batch, axes)))
     if not isinstance(mask_modifiers, tuple | list):
         raise TypeError(
-            f"mask_modifiers: expected a tuple of functions, got {_describe(mask_modifiers)}; for one, pass (function,)"
+            f"mask_modifiers: expected a tuple of functions, got {describe(mask_modifiers)}; for one, pass (function,)"
         )
     surveyed += [_modified(each, batch, axes) for each in mask_modifiers]
     if block_mask is None:
         return found + surveyed
     if not isinstance(block_mask, BlockMask):
         raise TypeError(
-            f"block_mask: expected what pallas_flash.block_mask returns, got {_describe(block_mask)}; "
+            f"block_mask: expected what pallas_flash.block_mask returns, got {describe(block_mask)}; "
             "None finds the blocks in each call"
         )
     if not surveyed:
@@ -291,7 +275,7 @@ def _segments(query_ids, key_ids, batch: tuple[int, ...], axes: dict[str, int]) 
                 "self-attention"
             )
     q_ids, k_ids = (
-        _operand(name, _ids(name, ids), "B" + size, batch, axes)
+        operand(name, _ids(name, ids), "B" + size, batch, axes)
         for name, ids, size in (("query_segment_ids", query_ids, "T"), ("key_value_segment_ids", key_ids, "S"))
     )
     return [Segments(q_ids, k_ids, shared=query_ids is key_ids)]
@@ -299,7 +283,7 @@ def _segments(query_ids, key_ids, batch: tuple[int, ...], axes: dict[str, int]) 
 
 def _ids(name: str, ids: Any) -> Array:
     """int32, of which none has lost a bit."""
-    x = array(name, ids, "integer")
+    x = arguments.array(name, ids, "integer")
     bounds = jnp.iinfo(jnp.int32)
     if isinstance(ids, Array) and jnp.iinfo(x.dtype).max > bounds.max:
         raise TypeError(
@@ -313,11 +297,8 @@ def _ids(name: str, ids: Any) -> Array:
 def _modified(modifier, batch: tuple[int, ...], axes: dict[str, int]) -> Mask:
     if not isinstance(modifier, MaskModifier):
         modifier = MaskModifier(modifier)
-    operands = []
-    for i, (operand, letters) in enumerate(zip(modifier.operands, modifier.axes, strict=True)):
-        name = f"mask_modifiers: operand {i} of {modifier.name}"
-        operands.append(lax.stop_gradient(_operand(name, array(name, operand), letters, batch, axes)))
-    modified = Modified(modifier.function, tuple(operands), tuple(x.dtype == bool for x in operands))
+    operands = tuple(map(lax.stop_gradient, arguments.operands(modifier, batch, axes)))
+    modified = Modified(modifier.function, operands, tuple(x.dtype == bool for x in operands))
     if 0 in axes.values():
         return modified
     cells = Cells(axes["B"], axes["N"], axes["T"], axes["S"], 64, 64)
@@ -328,42 +309,6 @@ def _modified(modifier, batch: tuple[int, ...], axes: dict[str, int]) -> Mask:
             "e.g. with tile.q_ids >= tile.k_ids"
         )
     return modified
-
-
-def array(name: str, x: Any, kind: str = "") -> Array:
-    """`x` as JAX sees it (float64 is float32 unless x64 is enabled), of a "boolean", an "integer" or any dtype."""
-    try:
-        x = jnp.asarray(x)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name}: expected an array, got {type(x).__name__}; convert it with jnp.asarray") from error
-    if kind == "boolean" and x.dtype != bool:
-        raise TypeError(
-            f"{name}: expected dtype bool (True = attend), got {x.dtype}; compare it, e.g. mask != 0; "
-            "numbers to add to the scores are a bias"
-        )
-    if kind == "integer" and not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name}: expected an integer dtype, got {x.dtype}; count tokens and number segments")
-    return x
-
-
-def _operand(name: str, x: Array, letters: str, batch: tuple[int, ...], axes: dict[str, int]) -> Array:
-    """[B or 1, N or 1, T or 1, S or 1] from an array that broadcasts to the axes of `letters`."""
-    batch = batch if "B" in letters else ()
-    shape = (*batch, *(axes[letter] for letter in letters if letter != "B"))
-    try:
-        if x.ndim > len(shape) or jnp.broadcast_shapes(x.shape, shape) != shape:
-            raise ValueError
-    except ValueError:
-        raise ValueError(
-            f"{name}: expected a shape that broadcasts to {shape}, the axes {letters}, got {x.shape}; "
-            "size 1 broadcasts an axis"
-        ) from None
-    x = x.reshape(*[1] * (len(shape) - x.ndim), *x.shape)
-    if math.prod(x.shape[: len(batch)]) > 1:
-        x = jnp.broadcast_to(x, (*batch, *x.shape[len(batch) :]))
-    sizes = {"B": math.prod(x.shape[: len(batch)])}
-    sizes |= dict(zip(letters.removeprefix("B"), x.shape[len(batch) :], strict=True))
-    return x.reshape([sizes.get(letter, 1) for letter in "BNTS"])
 
 
 def _precision(precision) -> lax.Precision:
@@ -391,10 +336,3 @@ def _deterministic_ops() -> bool:
     flags = [flag.partition("=") for flag in os.environ.get("XLA_FLAGS", "").split()]
     values = [value for name, _, value in flags if name == "--xla_gpu_deterministic_ops"]
     return bool(values) and values[-1].lower() in ("", "true", "1")
-
-
-def _describe(value) -> str:
-    """Shape and dtype of an array, or type and value of anything else."""
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return f"an array of shape {value.shape} and dtype {value.dtype}"
-    return f"{type(value).__name__} {value!r}"

@@ -27,11 +27,13 @@ class Elementary(NamedTuple):
         exp2: 2^x.
         fma_exp2: 2^(a·b + c), fused.
         constant: x, without a derivative; the identity where nothing is differentiated.
+        tanh: Hyperbolic tangent, differentiable.
     """
 
     exp2: Callable[[Array], Array] = jnp.exp2
     fma_exp2: Callable[[Array, ArrayLike, Array], Array] = lambda a, b, c: jnp.exp2(a * b + c)
     constant: Callable[[Array], Array] = lax.stop_gradient
+    tanh: Callable[[Array], Array] = jnp.tanh
 
 
 PLAIN = Elementary()
@@ -77,6 +79,11 @@ def masked(s: Array, keep: Array | None) -> Array:
     return s if keep is None else jnp.where(keep, s, -jnp.inf)
 
 
+def only(keep: Array | None, x: Array) -> Array:
+    """`x` with 0 where a score does not count, whatever is there; so is its cotangent. `keep` None: all count."""
+    return x if keep is None else jnp.where(keep, x, 0.0)
+
+
 def advance(
     m: Array,
     l: Array,  # noqa: E741
@@ -109,12 +116,25 @@ def update(run: Running, s: Array, c: ArrayLike, weigh: Callable[[Array], Array]
     return Running(m, l, run.acc * by_row(alpha, run.acc) + weigh(p))  # eq. 9
 
 
-def finish(run: Running) -> tuple[Array, Array]:
-    """Output [..., rows, Hv] and natural log-sum-exp [..., rows] (eq. 10); 0 and -inf for a row that kept nothing."""
-    empty = run.l == 0
-    l = jnp.where(empty, 1.0, run.l)  # noqa: E741
-    lse = jnp.where(empty, -jnp.inf, (run.m + jnp.log2(l)) * LN2)
-    return jnp.where(by_row(empty, run.acc), 0.0, run.acc * by_row(1.0 / l, run.acc)), lse
+def finish(run: Running, sink: ArrayLike | None = None, fast: Elementary = PLAIN) -> tuple[Array, Array]:
+    """Output [..., rows, Hv] and natural log-sum-exp [..., rows] (eq. 10); 0 and -inf for a row that kept nothing.
+
+    `sink` is a logit that joins the denominator of rows that kept something (eq. 30).
+    """
+    empty, (m, l, acc) = run.l == 0, run  # noqa: E741
+    if sink is not None:
+        top = fast.constant(jnp.maximum(m, sink * LOG2E))
+        shrink = fast.exp2(m - top)
+        m, l, acc = top, l * shrink + fast.exp2(sink * LOG2E - top), acc * by_row(shrink, acc)  # noqa: E741
+    l = jnp.where(empty, 1.0, l)  # noqa: E741
+    lse = jnp.where(empty, -jnp.inf, (m + jnp.log2(l)) * LN2)
+    return jnp.where(by_row(empty, acc), 0.0, acc * by_row(1.0 / l, acc)), lse
+
+
+def d_sinks(sinks: Array, lse: Array, delta: Array) -> Array:
+    """Gradient of the sinks [1, N, 1, 1] from log-sum-exp and delta [B, N, T] (eq. 31)."""
+    p = jnp.exp(sinks[..., 0] - jnp.where(lse == -jnp.inf, jnp.inf, lse))
+    return -jnp.sum(jnp.where(p > 0, p * delta, 0.0), (0, 2)).reshape(sinks.shape)
 
 
 def base2_lse(lse: Array) -> Array:

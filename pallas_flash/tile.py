@@ -19,6 +19,7 @@ class Tile(NamedTuple):
         head: int32, broadcastable to the tile: query head.
         read: Of an array, [B or 1, N or 1, T or 1, S or 1] or a reference to one: its part for this tile, broadcastable
             to it. Inside a kernel it loads.
+        tanh: Hyperbolic tangent, as fast as the implementation has one, and differentiable.
     """
 
     q_ids: Array
@@ -26,6 +27,7 @@ class Tile(NamedTuple):
     batch: Any = 0
     head: Any = 0
     read: Callable[[Any], Array] = lambda array: array
+    tanh: Callable[[Array], Array] = jnp.tanh
 
     @classmethod
     def at(cls, q_start, block_q: int, k_start, block_k: int, transposed: bool = False) -> "Tile":

@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from pallas_flash import dispatch, problem, vjp
+from pallas_flash import arguments, dispatch, problem, vjp
 from pallas_flash.patterns import Intervals
 
 
@@ -63,14 +63,15 @@ def flash_attention_varlen(
 
     Source: the packed layout of Dao, FlashAttention-2 (arXiv:2307.08691).
     """
-    tensors = [problem.array(name, x) for name, x in (("query", query), ("key", key), ("value", value))]
+    tensors = [arguments.array(name, x) for name, x in (("query", query), ("key", key), ("value", value))]
     for name, x in zip(("query", "key", "value"), tensors, strict=True):
         if x.ndim != 3:
             raise ValueError(f"{name}: expected shape [total, heads, head dim], got {x.shape}; sequences are packed")
     posed, _ = problem.pose(
-        *(x[None] for x in tensors), mask=None, scale=scale, is_causal=is_causal, query_seq_lengths=None,
+        *(x[None] for x in tensors), bias=None, mask=None, scale=scale, is_causal=is_causal, query_seq_lengths=None,
         key_value_seq_lengths=None, local_window_size=local_window_size, query_segment_ids=None,
-        key_value_segment_ids=None, mask_modifiers=(), block_mask=None, return_residual=return_residual,
+        key_value_segment_ids=None, mask_modifiers=(), block_mask=None, logits_soft_cap=None, alibi_slopes=None,
+        sinks=None, score_modifiers=(), dropout_rate=0.0, dropout_key=None, return_residual=return_residual,
         implementation=implementation, query_offset=0, deterministic=deterministic, precision=precision, plan=plan,
         interpret=interpret,
     )  # fmt: skip
@@ -82,7 +83,7 @@ def flash_attention_varlen(
             f"query_offset: expected an integer or one for each of {sequences} sequences, got shape "
             f"{np.shape(query_offset)}; cu_seqlens_q has one entry more"
         )
-    offset: Any = problem.per_batch("query_offset", query_offset, (sequences,))
+    offset: Any = arguments.per_batch("query_offset", query_offset, (sequences,))
     posed = dataclasses.replace(posed, mask=_intervals(*starts, offset, band.lo, band.hi, posed.T, posed.S))
     out, residual = vjp.attend(dispatch.resolve(posed), *(x[None] for x in tensors))
     return (out[0], residual[0].T) if return_residual else out[0]
@@ -91,7 +92,7 @@ def flash_attention_varlen(
 def _starts(cu_seqlens_q: ArrayLike, cu_seqlens_k: ArrayLike) -> tuple[Array, Array]:
     starts = []
     for name, given in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        x = problem.array(name, given, "integer")
+        x = arguments.array(name, given, "integer")
         if x.ndim != 1 or x.size < 2:
             raise ValueError(f"{name}: expected shape [sequences + 1], got {x.shape}; one sequence is [0, total]")
         starts.append(x.astype(jnp.int32))

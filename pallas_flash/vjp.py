@@ -9,7 +9,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
-from pallas_flash import dispatch
+from pallas_flash import dispatch, softmax
 from pallas_flash.problem import Problem
 
 RESIDUAL_NAMES = ("flash_attention_out", "flash_attention_lse")
@@ -20,7 +20,7 @@ RESIDUAL_NAMES = ("flash_attention_out", "flash_attention_lse")
 def attend(
     problem: Problem, q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"]
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
-    """Output and natural log-sum-exp of a resolved problem, differentiable in q, k, v and a traced scale."""
+    """Output and natural log-sum-exp of a resolved problem, differentiable in q, k, v and the floating leaves."""
     if problem.is_empty:
         rows = (problem.B, problem.N, problem.T)
         state = jnp.promote_types(q.dtype, jnp.float32)
@@ -46,9 +46,13 @@ def _backward(residuals, cotangents):
     do, dlse = cotangents
     rows = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), -1)
     delta = jnp.swapaxes(rows, 1, 2) - dlse  # eq. 15
-    dq, dk, dv, d_scale = _gradients(problem, q, k, v, lse, do, delta)
-    mask = jax.tree.map(_zero, problem.mask)  # its arrays have none, as `pose` said to JAX
-    return dataclasses.replace(problem, mask=mask, scale=d_scale), dq, dk, dv
+    dq, dk, dv, d_scale, d_score = _gradients(problem, q, k, v, lse, do, delta)
+    mask, dropout = jax.tree.map(_zero, (problem.mask, problem.dropout))  # have none, as `pose` said to JAX
+    sinks = None if problem.sinks is None else softmax.d_sinks(problem.sinks, lse, delta)
+    of_problem = dataclasses.replace(
+        problem, mask=mask, score=d_score, sinks=sinks, dropout=dropout, scale=d_scale
+    )
+    return of_problem, dq, dk, dv
 
 
 def _zero(leaf):
@@ -61,9 +65,12 @@ _recomputing.defvjp(_forward, _backward)
 
 @jax.custom_vjp
 def _gradients(problem: Problem, *tensors):
-    backward = dispatch.chosen(problem).backward
-    assert backward is not None
-    return backward(problem, *tensors)
+    implementation = dispatch.chosen(problem)
+    assert implementation.backward is not None
+    d_score = jax.tree.map(_zero, problem.score)
+    if any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(problem.score)):
+        d_score = implementation.d_score(problem, *tensors)  # a kernel of its own, which XLA drops if it is not asked for
+    return *implementation.backward(problem, *tensors), d_score
 
 
 def _refuse(problem: Problem, *tensors):

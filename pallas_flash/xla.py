@@ -14,6 +14,7 @@ from jaxtyping import Float
 
 from pallas_flash import lists, patterns, softmax
 from pallas_flash.cells import NONE, Cells
+from pallas_flash.dropout import dropper
 from pallas_flash.masks import Lengths
 from pallas_flash.problem import Problem
 from pallas_flash.tile import Tile
@@ -48,7 +49,8 @@ def forward(
         x if part is None else jnp.where(part[..., None, None], x, 0)
         for x, part in ((q, queries), (k, keys), (v, keys))
     )
-    problem = dataclasses.replace(problem, mask=problem.mask.with_arrays(cells.padded))
+    mask, score = problem.mask.with_arrays(cells.padded), jax.tree.map(cells.padded, problem.score)
+    problem = dataclasses.replace(problem, mask=mask, score=score)
     # In float32 (tf32 on tensor cores, which holds bfloat16 and float16 exactly), so that gradients are summed in it.
     q, k, v = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (q, k, v))
     # [blocks, B, K, G, block_q, H] and [blocks, B, K, 1, block_k, H]
@@ -99,9 +101,12 @@ def _rows(problem: Problem, k_blocks: Array, v_blocks: Array, i: Array, needed: 
 
     def step(run: softmax.Running, j: Array, k: Array, v: Array) -> softmax.Running:
         k, v = k[:, :, 0], v[:, :, 0]
-        keep = mask.keep(_tile(problem, i, block_q, j, block_k))
-        s2 = softmax.masked(dot("bkgqh,bksh->bkgqs", q, k) * c, keep)
-        return softmax.update(run, s2, 1.0, lambda p: dot("bkgqs,bksh->bkgqh", p, v))
+        tile = _tile(problem, i, block_q, j, block_k)
+        keep = mask.keep(tile)
+        s, factor = problem.score.guarded(dot("bkgqh,bksh->bkgqs", q, k), c, tile, keep)
+        s2 = softmax.masked(s * factor, keep)
+        drop = dropper(problem.dropout, tile)
+        return softmax.update(run, s2, 1.0, lambda p: dot("bkgqs,bksh->bkgqh", drop(p), v))
 
     step = _rematerialised_if(len(k_blocks) > 1, step)
 
@@ -111,4 +116,5 @@ def _rows(problem: Problem, k_blocks: Array, v_blocks: Array, i: Array, needed: 
     columns = jnp.arange(len(k_blocks), dtype=jnp.int32)
     run = softmax.start(q.shape[:-1], problem.Hv, q.dtype)
     run, _ = lax.scan(step_if_needed, run, (columns, k_blocks, v_blocks))
-    return softmax.finish(run)
+    sinks = None if problem.sinks is None else problem.sinks.reshape(problem.K, problem.G, 1)
+    return softmax.finish(run, sinks)

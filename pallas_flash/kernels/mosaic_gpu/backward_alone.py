@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import lists, softmax
 from pallas_flash.cells import Span
+from pallas_flash.dropout import dropper
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.kernels.mosaic_gpu import launch, pipeline
 from pallas_flash.kernels.mosaic_gpu.pipeline import FAST, GROUP_ROWS, Ring
@@ -57,7 +58,7 @@ def flash_alone(
     first = i * rows
     mask = launch.bounded(problem, blocks.block_k)
     size = problem.S if by_query else problem.T
-    sign, factor = softmax.base2(problem.any_scale)
+    sign, scale2 = softmax.base2(problem.any_scale)
     turns = pipeline.Turns(consumers)
 
     def visit(query_head):
@@ -110,12 +111,14 @@ def flash_alone(
                 s = plgpu.wgmma_accumulator_load(scores, wait_n=len(d_weights))
                 lse2, delta = of_row or (pipeline.by_column(of_columns[0].at[n], s.shape) for n in range(2))
                 at = first + w * GROUP_ROWS, seen.block(t) * columns
-                s = pipeline.masked(mask, s, edge, (batch, query_head), *at, transposed=not by_query)
-                weights = softmax.recompute(s, factor, lse2, FAST)
-                for d_weight in d_weights:
-                    dp = plgpu.wgmma_accumulator_load(d_weight, wait_n=0)
-                    weights = softmax.d_score(weights, dp, delta, edge and mask.reads)
-                return weights.astype(problem.dtype)
+                tile = pipeline.tile(s.shape, (batch, query_head), *at, transposed=not by_query)
+                keep, drop = mask.keep(tile) if edge else None, dropper(problem.dropout, tile)
+                s, factor, pull = problem.score.linear(s, scale2, tile, keep)
+                p = softmax.recompute(s, factor, lse2, FAST)
+                if not of_scores:
+                    return drop(p).astype(problem.dtype)
+                dp = drop(plgpu.wgmma_accumulator_load(*d_weights, wait_n=0))
+                return pull(softmax.d_score(p, dp, delta, edge and mask.reads)).astype(problem.dtype)
 
             weights = pipeline.accumulate(weighed, *[(GROUP_ROWS, columns)] * (1 + of_scores))
             (d if of_scores else c)[1].release(u)

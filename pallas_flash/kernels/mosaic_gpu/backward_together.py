@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import lists, softmax
 from pallas_flash.cells import Span
+from pallas_flash.dropout import dropper
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.kernels.mosaic_gpu import launch, pipeline
 from pallas_flash.kernels.mosaic_gpu.pipeline import FAST, GROUP_ROWS, Ring
@@ -91,10 +92,13 @@ def flash_backward(
                 plgpu.wgmma(d_weights, v.at[own], do_ring.wait(u)[0].transpose((1, 0)))
                 sT = plgpu.wgmma_accumulator_load(scores, wait_n=1)
                 lse2, delta = (pipeline.by_column(vectors.at[n], sT.shape) for n in range(2))
-                sT = pipeline.masked(mask, sT, edge, (b, head), first + w * GROUP_ROWS, seen.block(t) * block_q, True)
-                pT = softmax.recompute(sT, c, lse2, FAST)
-                dsT = softmax.d_score(pT, plgpu.wgmma_accumulator_load(d_weights, wait_n=0), delta, edge and mask.reads)
-                return pT.astype(problem.dtype), dsT.astype(problem.dtype)
+                tile = pipeline.tile(sT.shape, (b, head), first + w * GROUP_ROWS, seen.block(t) * block_q, True)
+                keep, drop = mask.keep(tile) if edge else None, dropper(problem.dropout, tile)
+                sT, factor, pull = problem.score.linear(sT, c, tile, keep)
+                pT = softmax.recompute(sT, factor, lse2, FAST)
+                dpT = drop(plgpu.wgmma_accumulator_load(d_weights, wait_n=0))
+                dsT = pull(softmax.d_score(pT, dpT, delta, edge and mask.reads))
+                return drop(pT).astype(problem.dtype), dsT.astype(problem.dtype)
 
             pT, dsT = pipeline.accumulate(weighed, (GROUP_ROWS, block_q), (GROUP_ROWS, block_q))
             if edge:

@@ -14,6 +14,7 @@ from jaxtyping import Float
 
 from pallas_flash import lists, softmax
 from pallas_flash.cells import Span
+from pallas_flash.dropout import dropper
 from pallas_flash.kernels import clean
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.kernels.mosaic_gpu import launch, operands, pipeline
@@ -56,7 +57,8 @@ def flash_forward(
         turns.open(w)
         run = pipeline.accumulate(lambda acc: attend(w, q, acc), (GROUP_ROWS, problem.Hv))
         turns.close(w)
-        o, lse = softmax.finish(run)
+        sink = None if problem.sinks is None else problem.sinks[0, head, 0, 0]
+        o, lse = softmax.finish(run, sink, FAST)
         o_tile = q if o_tiles is None else o_tiles.at[w]
         o = o.astype(problem.dtype)
         pipeline.send((o, o_tile, o_ref.at[b, rows(w), head]), (lse, l_rows.at[w], lse_ref.at[b, head, rows(w)]))
@@ -74,8 +76,10 @@ def flash_forward(
                 turns.end(w)
                 s = plgpu.wgmma_accumulator_load(scores, wait_n=int(overlap))
                 k_ring.release(t)
-                s = pipeline.masked(mask, s, edge, (b, head), first + w * GROUP_ROWS, seen.block(t) * block_k)
-                return softmax.advance(m, l, s, c, FAST)
+                tile = pipeline.tile(s.shape, (b, head), first + w * GROUP_ROWS, seen.block(t) * block_k)
+                s, factor = problem.score.logits(s, c, tile, mask.keep(tile) if edge else None)
+                *state, weights, alpha = softmax.advance(m, l, s, factor, FAST)
+                return *state, dropper(problem.dropout, tile)(weights), alpha
 
             m, l, p, alpha = pipeline.accumulate(scored, (GROUP_ROWS, block_k))  # noqa: E741
             if overlap:

@@ -215,18 +215,15 @@ def place(grid: Grid) -> tuple[Array, Array, Array]:
     return grid.at_number(lax.axis_index(BLOCK))
 
 
-def masked(mask: Mask, s: Array, edge: bool, place: tuple[Any, Any], row, column, transposed: bool = False) -> Array:
-    """A tile of scores with -inf where they do not count, if it is an `edge`.
+def tile(shape: tuple[int, int], place: tuple[Any, Any], row, column, transposed: bool = False) -> Tile:
+    """Indices of a tile of scores, which reads arrays where they are for it.
 
     `place` is its batch entry and query head, `row` and `column` are the indices of its first ones, of queries and
     keys, or transposed.
     """
-    if not edge:
-        return s
     b, head = place
     ids = [
-        start + plgpu.broadcasted_iota(jnp.int32, s.shape, axis, layout=TILE)
-        for axis, start in enumerate((row, column))
+        start + plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE) for axis, start in enumerate((row, column))
     ]
 
     def read(ref) -> Array:
@@ -236,7 +233,7 @@ def masked(mask: Mask, s: Array, edge: bool, place: tuple[Any, Any], row, column
             lengths.reverse()
         along = [n > 1 for n in lengths]
         slices = [
-            pl.ds(first, n) if is_along else 0 for first, n, is_along in zip((row, column), s.shape, along, strict=True)
+            pl.ds(first, n) if is_along else 0 for first, n, is_along in zip((row, column), shape, along, strict=True)
         ]
         if transposed and vector:
             slices.reverse()
@@ -246,10 +243,10 @@ def masked(mask: Mask, s: Array, edge: bool, place: tuple[Any, Any], row, column
         if all(along):
             return plgpu.load(part, layout=TILE, optimized=False)
         axis = along.index(True)
-        return lax.broadcast_in_dim(plgpu.load(part, layout=(ROW, COLUMN)[axis], optimized=False), s.shape, [axis])
+        return lax.broadcast_in_dim(plgpu.load(part, layout=(ROW, COLUMN)[axis], optimized=False), shape, [axis])
 
     q_ids, k_ids = reversed(ids) if transposed else ids
-    return softmax.masked(s, mask.keep(Tile(q_ids, k_ids, b, head, read)))
+    return Tile(q_ids, k_ids, b, head, read)
 
 
 def row_vector(value: float) -> Array:

@@ -10,6 +10,7 @@ from jaxtyping import Float
 
 from pallas_flash import lists, masks, softmax
 from pallas_flash.cells import Span
+from pallas_flash.dropout import dropper
 from pallas_flash.kernels import clean
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.kernels.triton import launch
@@ -41,10 +42,11 @@ def flash_dq(
         inside = keys if edge else None
         k = layouts.k.load(k_ref, j * block_k, inside)
         v = layouts.v.load(v_ref, j * block_k, inside)
-        keep = mask.keep(launch.tile(blocks, b, head, first, j * block_k)) if edge else None
-        s = softmax.masked(launch.dot(problem, q, k, trans_b=True), keep)
-        p = softmax.recompute(s, c, lse2, fast)
-        ds = softmax.d_score(p, launch.dot(problem, do, v, trans_b=True), delta)
+        tile = launch.tile(problem, blocks, b, head, first, j * block_k)
+        keep, drop = mask.keep(tile) if edge else None, dropper(problem.dropout, tile)
+        s, factor, pull = problem.score.linear(launch.dot(problem, q, k, trans_b=True), c, tile, keep)
+        p = softmax.recompute(s, factor, lse2, fast)
+        ds = pull(softmax.d_score(p, drop(launch.dot(problem, do, v, trans_b=True)), delta))
         return dq + launch.dot(problem, ds.astype(k.dtype), k)  # eq. 17
 
     dq = seen.walk(step, jnp.zeros(q.shape, jnp.float32))
@@ -76,11 +78,12 @@ def flash_dkv(
         do = layouts.o.load(do_ref, i * block_q, inside, g)
         lse2 = layouts.row.load(lse2_ref, i * block_q, inside, g)[None, :]
         delta = layouts.row.load(delta_ref, i * block_q, inside, g)[None, :]
-        keep = mask.keep(launch.tile(blocks, b, head, i * block_q, first, transposed=True)) if edge else None
-        sT = softmax.masked(launch.dot(problem, k, q, trans_b=True), keep)
-        pT = softmax.recompute(sT, c, lse2, fast)
-        dv = dv + launch.dot(problem, pT.astype(do.dtype), do)  # eq. 13
-        dsT = softmax.d_score(pT, launch.dot(problem, v, do, trans_b=True), delta)
+        tile = launch.tile(problem, blocks, b, head, i * block_q, first, transposed=True)
+        keep, drop = mask.keep(tile) if edge else None, dropper(problem.dropout, tile)
+        sT, factor, pull = problem.score.linear(launch.dot(problem, k, q, trans_b=True), c, tile, keep)
+        pT = softmax.recompute(sT, factor, lse2, fast)
+        dv = dv + launch.dot(problem, drop(pT).astype(do.dtype), do)  # eq. 13
+        dsT = pull(softmax.d_score(pT, drop(launch.dot(problem, v, do, trans_b=True)), delta))
         return dk + launch.dot(problem, dsT.astype(q.dtype), q), dv  # eq. 18
 
     def of_head(g, grads):
@@ -116,7 +119,7 @@ def backward(
     grid = Grid.of(problem.B, problem.N, layouts.q.tiles, blocks.head_group, problem.mask)
     operands = list(zip(tensors, (*layouts, layouts.row), strict=True))
     outputs = [(_like(q), layouts.q)] + ([] if problem.scale is None else [(_like(lse), layouts.row)])
-    dq, *d_scale = launch.call(flash_dq, seen, grid, blocks, operands, outputs)
+    dq, *d_scale = launch.call(flash_dq, "flash_dq", seen, grid, blocks, operands, outputs)
 
     blocks = problem.plan.dkv
     seen = lists.listed(problem, blocks.block_q, blocks.block_k, by_query=False)
@@ -124,7 +127,7 @@ def backward(
     grid = Grid.of(problem.B, problem.K, layouts.k.tiles, blocks.head_group, problem.mask.T)
     operands = list(zip(tensors, (*layouts, layouts.row), strict=True))
     outputs = [(_like(k), layouts.k), (_like(v), layouts.v)]
-    dk, dv = launch.call(flash_dkv, seen, grid, blocks, operands, outputs)
+    dk, dv = launch.call(flash_dkv, "flash_dkv", seen, grid, blocks, operands, outputs)
     return dq, dk, dv, jnp.sum(d_scale[0], (1, 2)) if d_scale else None
 
 

@@ -7,6 +7,7 @@ from jaxtyping import Float
 
 from pallas_flash import lists, masks, softmax
 from pallas_flash.cells import Span
+from pallas_flash.dropout import dropper
 from pallas_flash.kernels import clean
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.kernels.triton import launch
@@ -33,12 +34,14 @@ def flash_forward(q_ref, k_ref, v_ref, o_ref, lse_ref, *, problem: Problem, grid
         inside = keys if edge else None
         k = layouts.k.load(k_ref, j * block_k, inside)
         v = layouts.v.load(v_ref, j * block_k, inside)
-        keep = mask.keep(launch.tile(blocks, b, head, first, j * block_k)) if edge else None
-        s = softmax.masked(launch.dot(problem, q, k, trans_b=True), keep)
-        return softmax.update(run, s, c, lambda p: launch.dot(problem, p.astype(v.dtype), v), fast)
+        tile = launch.tile(problem, blocks, b, head, first, j * block_k)
+        keep, drop = mask.keep(tile) if edge else None, dropper(problem.dropout, tile)
+        s, factor = problem.score.logits(launch.dot(problem, q, k, trans_b=True), c, tile, keep)
+        return softmax.update(run, s, factor, lambda p: launch.dot(problem, drop(p).astype(v.dtype), v), fast)
 
     run = seen.walk(step, softmax.start((block_q,), layouts.v.tile[1]))
-    o, lse = softmax.finish(run)
+    sink = None if problem.sinks is None else launch.tile(problem, blocks, b, head, first, 0).read(problem.sinks)
+    o, lse = softmax.finish(run, sink, fast)
     layouts.o.store(o_ref, first, o)
     layouts.row.store(lse_ref, first, lse)
 
@@ -50,10 +53,10 @@ def forward(
     blocks = problem.plan.forward
     if problem.mask.reads:
         v = clean.keys(problem, v)
-        problem = lists.listed(problem, blocks.block_q, blocks.block_k, by_query=True)
+    problem = lists.listed(problem, blocks.block_q, blocks.block_k, by_query=True)
     layouts = Layouts.of_query_heads(problem, blocks)
     grid = Grid.of(problem.B, problem.N, layouts.q.tiles, blocks.head_group, problem.mask)
     o = jax.ShapeDtypeStruct((*q.shape[:-1], problem.Hv), q.dtype)
     lse = jax.ShapeDtypeStruct((problem.B, problem.N, problem.T), jnp.float32)
     operands = [(q, layouts.q), (k, layouts.k), (v, layouts.v)]
-    return tuple(launch.call(flash_forward, problem, grid, blocks, operands, [(o, layouts.o), (lse, layouts.row)]))
+    return tuple(launch.call(flash_forward, "flash_forward", problem, grid, blocks, operands, [(o, layouts.o), (lse, layouts.row)]))

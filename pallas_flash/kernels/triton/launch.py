@@ -69,7 +69,7 @@ def refusal(problem: Problem) -> str | None:
 
 def plan(problem: Problem) -> Plan:
     """The user's plan, or the one chosen for the current device, which there must be."""
-    return problem.plan or plans.choose(int(device.capability(problem)), _sizes(problem))
+    return problem.plan if isinstance(problem.plan, Plan) else plans.choose(int(device.capability(problem)), _sizes(problem))
 
 
 def _sizes(problem: Problem) -> plans.Sizes:
@@ -81,7 +81,7 @@ def place(grid: Grid) -> tuple[Array, Array, Array]:
     return grid.at(*(pl.program_id(axis) for axis in range(3)))
 
 
-def tile(blocks: Blocks, b, head, q_start, k_start, transposed: bool = False) -> Tile:
+def tile(problem: Problem, blocks: Blocks, b, head, q_start, k_start, transposed: bool = False) -> Tile:
     """The tile of scores of a query head from these indices on, which reads arrays where they are for it."""
     zero = b * 0  # Pallas' interpret mode takes no Python integers beside slices
 
@@ -94,7 +94,23 @@ def tile(blocks: Blocks, b, head, q_start, k_start, transposed: bool = False) ->
             return x.T if transposed else x
         return x if x.ndim == 0 else jnp.expand_dims(x, int((T > 1) != transposed))
 
-    return Tile.at(q_start, blocks.block_q, k_start, blocks.block_k, transposed)._replace(batch=b, head=head, read=read)
+    where = Tile.at(q_start, blocks.block_q, k_start, blocks.block_k, transposed)
+    return where._replace(batch=b, head=head, read=read, tanh=elementary(problem).tanh)
+
+
+def of_entry(problem: Problem, b) -> Problem:
+    """The problem of a batch entry, inside a kernel that was called with it as a `whole`."""
+    return jax.tree.map(lambda leaf: leaf[b] if leaf.ndim == 1 else leaf, problem)
+
+
+class Whole(NamedTuple):
+    """Layout of an array of which each program sees everything."""
+
+    shape: tuple[int, ...]
+
+    def spec(self, grid: Grid) -> pl.BlockSpec:
+        del grid
+        return pl.BlockSpec(self.shape, lambda x, y, z: (0,) * len(self.shape))
 
 
 class Sequence(NamedTuple):
@@ -106,6 +122,7 @@ class Sequence(NamedTuple):
         width: Features per row, also padded, to a power of two; None: the operand is a vector.
         group: Heads that a program sees as one axis after the rows; None: it sees the grid's one head.
         shared: Heads of the grid that see the same head of the operand.
+        batch: Batch entries that a program sees as the first axis, and all heads as `group`; None: the grid's one.
     """
 
     length: int
@@ -113,6 +130,7 @@ class Sequence(NamedTuple):
     width: int | None = None
     group: int | None = None
     shared: int = 1
+    batch: int | None = None
 
     @property
     def tiles(self) -> int:
@@ -133,19 +151,18 @@ class Sequence(NamedTuple):
 
         def index(x, y, z):
             b, head, _ = grid.at(x, y, z)
-            head = lax.div(head, jnp.int32(self.shared))
+            b, head = (b, lax.div(head, jnp.int32(self.shared))) if self.batch is None else (0, 0)
             return (b, head, 0) if self.width is None else (b, 0, head, 0)
 
-        shape = (
-            (None, self.group, self.rows) if self.width is None else (None, self.rows, self.group, padded(self.width))
-        )
-        return pl.BlockSpec(shape, index)
+        rest = (self.group, self.rows) if self.width is None else (self.rows, self.group, padded(self.width))
+        return pl.BlockSpec((self.batch, *rest), index)
 
-    def _at(self, ref, start, head):
-        """The tile of `ref` from row `start`, of one `head` of the group."""
-        heads = () if self.group is None else (head,)
+    def _at(self, ref, start, head, b):
+        """The tile of `ref` from row `start`, of one `head` of the group and one entry `b` of the batch."""
+        entries, heads = (() if size is None else (at,) for size, at in ((self.batch, b), (self.group, head)))
         rows = pl.ds(start, self.block)
-        return ref.at[(*heads, rows)] if self.width is None else ref.at[(rows, *heads, pl.ds(0, self.tile[1]))]
+        rest = (*heads, rows) if self.width is None else (rows, *heads, pl.ds(0, self.tile[1]))
+        return ref.at[(*entries, *rest)]
 
     def _mask(self, start, inside: Span | None) -> Array | None:
         """bool, the tile's shape: what lies `inside` and within the features. None: all of it."""
@@ -158,15 +175,15 @@ class Sequence(NamedTuple):
             conditions.append(indices(self.tile[1], 1) < self.width)
         return jnp.broadcast_to(functools.reduce(jnp.logical_and, conditions), self.tile) if conditions else None
 
-    def load(self, ref, start, inside: Span | None, head=None) -> Array:
+    def load(self, ref, start, inside: Span | None, head=None, b=None) -> Array:
         """The tile from row `start`, 0 where a row is not `inside` (None: all are) and beyond the features."""
         mask = self._mask(start, inside)
-        return plt.load(self._at(ref, start, head), mask=mask, other=None if mask is None else 0)
+        return plt.load(self._at(ref, start, head, b), mask=mask, other=None if mask is None else 0)
 
-    def store(self, ref, start, tile: Array) -> None:
+    def store(self, ref, start, tile: Array, head=None, b=None) -> None:
         """Stores what lies within the array, in its dtype."""
         mask = self._mask(start, Span(0, self.length))
-        plt.store(self._at(ref, start, None), tile.astype(ref.dtype), mask=mask)
+        plt.store(self._at(ref, start, head, b), tile.astype(ref.dtype), mask=mask)
 
 
 class Layouts(NamedTuple):
@@ -177,6 +194,23 @@ class Layouts(NamedTuple):
     v: Sequence
     o: Sequence
     row: Sequence
+
+    @property
+    def column(self) -> Sequence:
+        """Of vectors over the rows of k, for each query head."""
+        return self.row._replace(length=self.k.length, block=self.k.block)
+
+    @classmethod
+    def of_everything(cls, problem: Problem, blocks: Blocks) -> "Layouts":
+        """For programs that see all batch entries and heads."""
+        queries, keys, B = (problem.T, blocks.block_q), (problem.S, blocks.block_k), problem.B
+        return cls(
+            Sequence(*queries, problem.H, group=problem.N, batch=B),
+            Sequence(*keys, problem.H, group=problem.K, batch=B),
+            Sequence(*keys, problem.Hv, group=problem.K, batch=B),
+            Sequence(*queries, problem.Hv, group=problem.N, batch=B),
+            Sequence(*queries, group=problem.N, batch=B),
+        )
 
     @classmethod
     def of_query_heads(cls, problem: Problem, blocks: Blocks) -> "Layouts":
@@ -214,15 +248,17 @@ def bounded(problem: Problem, blocks: Blocks) -> Mask:
 
 
 Operand = tuple[Array, Sequence]
-Output = tuple[jax.ShapeDtypeStruct, Sequence]
+Output = tuple[jax.ShapeDtypeStruct, Sequence | Whole]
 
 
 def call(
-    kernel: Callable, problem: Problem, grid: Grid, blocks: Blocks, operands: list[Operand], outputs: list[Output]
-):
+    kernel: Callable, name: str, problem: Problem, grid: Grid, blocks: Blocks, operands: list[Operand],
+    outputs: list[Output], whole: bool = False,
+):  # fmt: skip
     """Launches `kernel(*operand_refs, *output_refs, problem=, grid=, blocks=)`.
 
-    In it, leaves of the problem are scalars, those of the program's batch entry, or references to what is no vector.
+    In it, leaves of the problem are scalars, those of the program's batch entry, or references to what is no vector; of
+    a `whole` problem, references to vectors too.
     """
     leaves, structure = jax.tree.flatten(problem)
 
@@ -230,12 +266,12 @@ def call(
         parts = [ref if ref.ndim else ref[...] for ref in refs[: len(leaves)]]
         kernel(*refs[len(leaves) :], problem=structure.unflatten(parts), grid=grid, blocks=blocks)
 
-    body.__name__ = body.__qualname__ = kernel.__name__
+    body.__name__ = body.__qualname__ = name
 
     def leaf_spec(leaf: Array) -> pl.BlockSpec:
-        if leaf.ndim == 1:
-            return pl.BlockSpec((None,), lambda x, y, z: grid.at(x, y, z)[:1])
-        return pl.BlockSpec(leaf.shape, lambda x, y, z: (0,) * leaf.ndim)
+        if leaf.ndim > 1 or whole:
+            return Whole(leaf.shape).spec(grid)
+        return pl.BlockSpec((None,), lambda x, y, z: grid.at(x, y, z)[:1])
 
     return pl.pallas_call(
         body,
@@ -245,7 +281,7 @@ def call(
         out_shape=[shape for shape, _ in outputs],
         interpret=problem.interpret,
         compiler_params=_CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages),
-        name=kernel.__name__,
+        name=name,
     )(*leaves, *(array for array, _ in operands))
 
 
@@ -273,7 +309,9 @@ def _dot_precision(problem: Problem) -> lax.Precision | lax.DotAlgorithmPreset:
 
 def elementary(problem: Problem) -> Elementary:
     """The GPU's functions, or in interpret mode their plain twins."""
-    return PLAIN if problem.interpret else _HARDWARE
+    if problem.interpret:
+        return PLAIN
+    return _HARDWARE._replace(tanh=PLAIN.tanh) if problem.dtype == "float32" else _HARDWARE
 
 
 def _assembly(instructions: str, *args: ArrayLike) -> Array:
@@ -286,9 +324,22 @@ def _assembly(instructions: str, *args: ArrayLike) -> Array:
     )[0]
 
 
+@jax.custom_jvp
+def _tanh(x: Array) -> Array:
+    return _assembly("tanh.approx.f32 $0, $1;", x)
+
+
+@_tanh.defjvp
+def _(primals, tangents):
+    y = _tanh(*primals)
+    return y, tangents[0] * (1 - y * y)
+
+
 # XLA's own exp2 handles denormals and its mul and sub are never fused: 797 against 540 instructions for the inner loop
 # of a 128x128 forward tile at H = 128.
 _HARDWARE = Elementary(
     exp2=functools.partial(_assembly, "ex2.approx.ftz.f32 $0, $1;"),
     fma_exp2=functools.partial(_assembly, "{ .reg .f32 t; fma.rn.ftz.f32 t, $1, $2, $3; ex2.approx.ftz.f32 $0, t; }"),
+    constant=lambda x: x,
+    tanh=_tanh,
 )

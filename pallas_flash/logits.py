@@ -1,0 +1,111 @@
+"""What are scores to become? Bias, slopes, cap, functions, sinks and dropout, as the user passed them, checked."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from pallas_flash import arguments
+from pallas_flash.arguments import FAR, describe, operand, per_batch
+from pallas_flash.dropout import Dropout
+from pallas_flash.modifiers import ScoreModifier
+from pallas_flash.score import Alibi, Score, SoftCap, Term, add_bias
+from pallas_flash.tile import Tile
+
+_BLOCK = 16
+"""Queries and keys of the tile that users' functions are tried on."""
+
+
+def score(
+    bias, slopes, query_offset, soft_cap, modifiers, batch: tuple[int, ...], axes: dict[str, int], dtype
+) -> Score:
+    """The terms, in the order of the contract: bias and ALiBi, soft cap, modifiers."""
+    state = jnp.promote_types(dtype, jnp.float32)
+
+    def floating(name: str, x, letters: str) -> Array:
+        return _at_most(state, operand(name, arguments.array(name, x, "floating"), letters, batch, axes))
+
+    terms = []
+    if bias is not None:
+        terms.append(Term(add_bias, (floating("bias", bias, "BNTS"),)))
+    if slopes is not None:
+        moved = query_offset if isinstance(query_offset, int | np.integer) else None
+        offset = () if moved is not None else (per_batch("query_offset", query_offset, batch).reshape(-1, 1, 1, 1),)
+        shift = max(-FAR, min(int(moved or 0), FAR))
+        terms.append(Term(Alibi(shift), (floating("alibi_slopes", slopes, "BN"), *offset)))
+    if soft_cap is not None:
+        is_number = isinstance(soft_cap, int | float | np.floating | np.integer) and not isinstance(soft_cap, bool)
+        if not is_number or not 0 < soft_cap < math.inf:
+            raise ValueError(
+                f"logits_soft_cap: expected None or a positive Python number, got {describe(soft_cap)}; None is no cap"
+            )
+        terms.append(Term(SoftCap(float(soft_cap))))
+    if not isinstance(modifiers, tuple | list):
+        raise TypeError(
+            f"score_modifiers: expected a tuple of functions, got {describe(modifiers)}; for one, pass (function,)"
+        )
+    return Score((*terms, *(_scored(each, batch, axes, state) for each in modifiers)))
+
+
+def _at_most(state, x: Array) -> Array:
+    """`x`, no wider than the softmax if it is floating."""
+    return x.astype(state) if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > state.itemsize else x
+
+
+def _scored(modifier, batch: tuple[int, ...], axes: dict[str, int], state) -> Term:
+    if not isinstance(modifier, ScoreModifier):
+        modifier = ScoreModifier(modifier)
+    operands = tuple(_at_most(state, x) for x in arguments.operands(modifier, batch, axes))
+    term = Term(modifier.function, operands, tuple(x.dtype == bool for x in operands))
+
+    def part(array: Array) -> Array:
+        return jnp.zeros([_BLOCK if n > 1 else 1 for n in array.shape[2:]], array.dtype)
+
+    def evaluated() -> Array:
+        tile = Tile.at(0, _BLOCK, 0, _BLOCK)._replace(read=part, batch=jnp.int32(0), head=jnp.int32(0))
+        return jnp.asarray(term.function(jnp.zeros((_BLOCK, _BLOCK), state), tile, *term.read(tile)))
+
+    found = jax.eval_shape(evaluated)
+    if (found.shape, found.dtype) != ((_BLOCK, _BLOCK), state):
+        raise TypeError(
+            f"score_modifiers: expected {modifier.name} to return {state} of the score's shape {(_BLOCK, _BLOCK)}, got "
+            f"{found.dtype} of {found.shape}; it maps scores to scores, e.g. score + weight * distance"
+        )
+    return term
+
+
+def sinks(sinks, N: int, dtype) -> Array | None:
+    """[1, N, 1, 1] from one for each head."""
+    if sinks is None:
+        return None
+    x = arguments.array("sinks", sinks, "floating")
+    if x.shape != (N,):
+        raise ValueError(f"sinks: expected shape {(N,)}, one logit for each query head, got {x.shape}; broadcast it")
+    return x.astype(jnp.promote_types(dtype, jnp.float32)).reshape(1, N, 1, 1)
+
+
+def dropout(rate, key, B: int, N: int) -> Dropout | None:
+    """None if nothing is dropped."""
+    if not isinstance(rate, int | float | np.floating) or isinstance(rate, bool) or not 0 <= rate < 1:
+        raise ValueError(
+            f"dropout_rate: expected a Python number, 0 <= rate < 1, got {describe(rate)}; it selects code at trace "
+            "time, so mark it static under jit"
+        )
+    if key is not None:
+        if not isinstance(key, Array) or not (
+            jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or (key.dtype == jnp.uint32 and key.ndim == 1)
+        ):
+            raise TypeError(f"dropout_key: expected a key, got {describe(key)}; make one with jax.random.key(seed)")
+        key = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
+        if key.ndim:
+            raise ValueError(f"dropout_key: expected one key, got {key.shape} of them; pick one, or use jax.vmap")
+    if rate == 0:
+        return None
+    if key is None:
+        raise ValueError(
+            f"dropout_key: expected a key with dropout_rate={rate}, got None; pass jax.random.key(seed), a new one in "
+            "every step, or dropout_rate=0"
+        )
+    return Dropout.of(key, float(rate), B, N)
