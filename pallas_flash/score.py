@@ -67,7 +67,8 @@ class Score:
         """
         if not self.terms:
             return softmax.masked(s, keep), c
-        return softmax.masked(self.of(s * (c * softmax.LN2), tile, self.parts(tile)), keep), softmax.LOG2E
+        value = self.of(s * (c * softmax.LN2 / self._inner), tile, self.parts(tile))
+        return softmax.masked(value, keep), self._outer * softmax.LOG2E
 
     def linear(
         self, s: Array, c: ArrayLike, tile: Tile, keep: Array | None
@@ -75,29 +76,51 @@ class Score:
         """`logits`, and with them the map from their cotangent to that of the scaled scores."""
         if not self.terms:
             return softmax.masked(s, keep), c, lambda ds: ds
-        parts = self.parts(tile)
-        logits, pull = jax.vjp(lambda z: self.of(softmax.only(keep, z), tile, parts), s * (c * softmax.LN2))
-        return softmax.masked(logits, keep), softmax.LOG2E, lambda ds: pull(ds)[0]
+        inner, outer, parts = self._inner, self._outer, self.parts(tile)
+        value, pull = jax.vjp(lambda z: self.of(softmax.only(keep, z), tile, parts), s * (c * softmax.LN2 / inner))
+
+        def pulled(ds: Array) -> Array:
+            (dz,) = pull(ds)
+            return dz if inner == outer else dz * (outer / inner)
+
+        return softmax.masked(value, keep), outer * softmax.LOG2E, pulled
 
     def guarded(self, s: Array, c: ArrayLike, tile: Tile, keep: Array | None) -> tuple[Array, ArrayLike]:
         """`logits`, not masked, for JAX to differentiate: what does not count is 0, so that no derivative is NaN."""
         if not self.terms:
             return s, c
-        return self.of(s * (c * softmax.LN2), tile, self.parts(tile), keep), softmax.LOG2E
+        value = self.of(s * (c * softmax.LN2 / self._inner), tile, self.parts(tile), keep)
+        return value, self._outer * softmax.LOG2E
+
+    @property
+    def _inner(self) -> float:
+        """By what `of` wants scaled scores to be divided: a cap that comes first, so that it costs no multiplication."""
+        return _cap(self.terms[0])
+
+    @property
+    def _outer(self) -> float:
+        """By what the logits are divided that `of` returns: a cap that comes last."""
+        return _cap(self.terms[-1])
 
     def parts(self, tile: Tile) -> list[tuple[Array, ...]]:
         """The tile's parts of all operands, term by term."""
         return [term.read(tile) for term in self.terms]
 
     def of(self, z: Array, tile: Tile, parts: list[tuple[Array, ...]], keep: Array | None = None) -> Array:
-        """Logits of scaled scores, given the parts of the operands. A bias of -inf hides a score from later terms.
+        """Logits of scaled scores, both divided as above, given the parts of the operands.
 
-        What does not count, for `keep`, is 0 before, so that no derivative is NaN there.
+        A bias of -inf hides a score from later terms. What does not count, for `keep`, is 0 before, so that no
+        derivative is NaN there.
         """
         z, hidden = softmax.only(keep, z), None
         for term, part in zip(self.terms, parts, strict=True):
             part = [softmax.only(keep, x) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in part]
-            z = term.function(z, tile, *part)
+            if isinstance(term.function, SoftCap):
+                z = z if term is self.terms[0] else z * (1 / term.function.cap)
+                z = tile.fast.tanh(z)
+                z = z if term is self.terms[-1] else z * term.function.cap
+            else:
+                z = term.function(z, tile, *part)
             if term.function is add_bias and term is not self.terms[-1]:
                 hidden = z == -jnp.inf
                 z = jnp.where(hidden, 0.0, z)
@@ -133,5 +156,7 @@ class SoftCap:
 
     cap: float
 
-    def __call__(self, score: Array, tile: Tile) -> Array:
-        return self.cap * tile.tanh(score * (1 / self.cap))
+
+def _cap(term: Term) -> float:
+    """Of a soft cap; 1 for other terms."""
+    return term.function.cap if isinstance(term.function, SoftCap) else 1.0

@@ -12,31 +12,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
 
+from pallas_flash.elementary import PLAIN, Elementary
+
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 LOWEST = -1e30
 """Where running maxima start: finite, so that a row's difference to it is too; real logits must be above it."""
 TINY = 1e-37
 """Stands for a scale of 0: the products with it vanish beside any other logit, and its product with -inf is -inf."""
-
-
-class Elementary(NamedTuple):
-    """Elementary functions that an implementation may have in hardware; the defaults are plain jnp.
-
-    Attributes:
-        exp2: 2^x.
-        fma_exp2: 2^(a·b + c), fused.
-        constant: x, without a derivative; the identity where nothing is differentiated.
-        tanh: Hyperbolic tangent, differentiable.
-    """
-
-    exp2: Callable[[Array], Array] = jnp.exp2
-    fma_exp2: Callable[[Array, ArrayLike, Array], Array] = lambda a, b, c: jnp.exp2(a * b + c)
-    constant: Callable[[Array], Array] = lax.stop_gradient
-    tanh: Callable[[Array], Array] = jnp.tanh
-
-
-PLAIN = Elementary()
 
 
 def base2(scale: float | Array) -> tuple[float | Array, float | Array]:

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_flash.elementary import PLAIN, Elementary
+
 
 class Tile(NamedTuple):
     """Query and key index of each score of a tile, as two arrays that broadcast to the tile's shape.
@@ -19,7 +21,7 @@ class Tile(NamedTuple):
         head: int32, broadcastable to the tile: query head.
         read: Of an array, [B or 1, N or 1, T or 1, S or 1] or a reference to one: its part for this tile, broadcastable
             to it. Inside a kernel it loads.
-        tanh: Hyperbolic tangent, as fast as the implementation has one, and differentiable.
+        fast: The implementation's elementary functions, for example `tile.fast.tanh`.
     """
 
     q_ids: Array
@@ -27,7 +29,7 @@ class Tile(NamedTuple):
     batch: Any = 0
     head: Any = 0
     read: Callable[[Any], Array] = lambda array: array
-    tanh: Callable[[Array], Array] = jnp.tanh
+    fast: Elementary = PLAIN
 
     @classmethod
     def at(cls, q_start, block_q: int, k_start, block_k: int, transposed: bool = False) -> "Tile":

@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import softmax
+from pallas_flash.elementary import Elementary
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.kernels.mosaic_gpu import ptx
 from pallas_flash.lists import Listed
@@ -28,7 +28,7 @@ TILE = plgpu.Layout.WGMMA
 ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)
 REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
 """Registers per thread of a consumer and of the producer, by the number of consumers; of 65,536 in all."""
-FAST = softmax.Elementary(constant=lambda x: x)
+FAST = Elementary(constant=lambda x: x, product=ptx.product)
 """The plain functions: with `approx_math` they become the GPU's, fused."""
 BLOCK, GROUP = "flash_block", "flash_group"
 """Names of the axes over thread blocks and over their warp groups."""
@@ -223,7 +223,8 @@ def tile(shape: tuple[int, int], place: tuple[Any, Any], row, column, transposed
     """
     b, head = place
     ids = [
-        start + plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE) for axis, start in enumerate((row, column))
+        lax.broadcast_in_dim(start + plgpu.broadcasted_iota(jnp.int32, (n,), 0, layout=layout), shape, [axis])
+        for axis, (start, n, layout) in enumerate(zip((row, column), shape, (ROW, COLUMN), strict=True))
     ]
 
     def read(ref) -> Array:
@@ -246,7 +247,7 @@ def tile(shape: tuple[int, int], place: tuple[Any, Any], row, column, transposed
         return lax.broadcast_in_dim(plgpu.load(part, layout=(ROW, COLUMN)[axis], optimized=False), shape, [axis])
 
     q_ids, k_ids = reversed(ids) if transposed else ids
-    return Tile(q_ids, k_ids, b, head, read)
+    return Tile(q_ids, k_ids, b, head, read, FAST)
 
 
 def row_vector(value: float) -> Array:

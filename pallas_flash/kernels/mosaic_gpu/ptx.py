@@ -3,9 +3,12 @@
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+from jax import Array
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import nvvm
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, nvvm, vector
 
 _FIRST_NAMED_BARRIER = 8
 """Mosaic itself uses the ones below."""
@@ -61,3 +64,32 @@ def count_up(_, counter):
     with mgpu.utils.when(mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARP)):
         address = mgpu.utils.memref_ptr(counter)
         mgpu.utils.inline_ptx("red.release.gpu.global.add.s32 [$0], 1;", address, has_side_effects=True)
+
+
+def product(factor: int, x: Array) -> tuple[Array, Array]:
+    """High and low word of the product of two uint32, of a tile.
+
+    LLVM would make 64-bit numbers of what is computed from 64-bit products, and does not see that two instructions of
+    inline PTX are the same: each twice the instructions.
+    """
+    layout = plgpu.Layout.WGMMA
+
+    @_inline(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.uint32, layout=layout))
+    def high_word(_, x):
+        registers = np.empty_like(x.registers)
+        for at, values in np.ndenumerate(x.registers):
+            registers[at] = _high_words(values, factor)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=False)
+
+    return high_word(plgpu.layout_cast(x, layout)), x * np.uint32(factor)
+
+
+def _high_words(values, factor: int):
+    """Of a vector of int32."""
+    by = mgpu.utils.c(factor - 2**32, values.type.element_type)
+    for i in range(values.type.shape[0]):
+        at: Any = {"dynamic_position": [], "static_position": ir.DenseI64ArrayAttr.get([i])}
+        element = vector.extract(values, **at)
+        high = llvm.call_intrinsic(by.type, "llvm.nvvm.mulhi.ui", [element, by], [], [])
+        values = vector.insert(high, values, **at)
+    return values

@@ -20,13 +20,13 @@ from jax.typing import ArrayLike
 
 from pallas_flash import plan as plans
 from pallas_flash.cells import Span
+from pallas_flash.elementary import PLAIN, Elementary
 from pallas_flash.kernels import device
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.lists import Listed
 from pallas_flash.masks import Lengths, Mask
 from pallas_flash.plan import Blocks, Plan, padded
 from pallas_flash.problem import Problem
-from pallas_flash.softmax import PLAIN, Elementary
 from pallas_flash.tile import Tile, indices
 
 
@@ -95,7 +95,7 @@ def tile(problem: Problem, blocks: Blocks, b, head, q_start, k_start, transposed
         return x if x.ndim == 0 else jnp.expand_dims(x, int((T > 1) != transposed))
 
     where = Tile.at(q_start, blocks.block_q, k_start, blocks.block_k, transposed)
-    return where._replace(batch=b, head=head, read=read, tanh=elementary(problem).tanh)
+    return where._replace(batch=b, head=head, read=read, fast=elementary(problem))
 
 
 def of_entry(problem: Problem, b) -> Problem:
