@@ -17,6 +17,18 @@ def product(factor: int, x: Array) -> tuple[Array, Array]:
         return (wide >> np.uint64(32)).astype(jnp.uint32), wide.astype(jnp.uint32)
 
 
+def differentiable(tanh: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """A hyperbolic tangent with the derivative 1 - tanh²."""
+    f = jax.custom_jvp(tanh)
+
+    @f.defjvp
+    def _(primals, tangents):
+        y = tanh(*primals)
+        return y, tangents[0] * (1 - y * y)
+
+    return f
+
+
 class Elementary(NamedTuple):
     """Elementary functions that an implementation may have in hardware; the defaults are plain jnp.
 

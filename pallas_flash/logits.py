@@ -7,16 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from pallas_flash import arguments
+from pallas_flash import arguments, tile
 from pallas_flash.arguments import FAR, describe, operand, per_batch
 from pallas_flash.dropout import Dropout
 from pallas_flash.modifiers import ScoreModifier
 from pallas_flash.score import Alibi, Score, SoftCap, Term, add_bias
-from pallas_flash.tile import Tile
-
-_BLOCK = 16
-"""Queries and keys of the tile that users' functions are tried on."""
-
 
 def score(
     bias, slopes, query_offset, soft_cap, modifiers, batch: tuple[int, ...], axes: dict[str, int], dtype
@@ -60,17 +55,16 @@ def _scored(modifier, batch: tuple[int, ...], axes: dict[str, int], state) -> Te
     operands = tuple(_at_most(state, x) for x in arguments.operands(modifier, batch, axes))
     term = Term(modifier.function, operands, tuple(x.dtype == bool for x in operands))
 
-    def part(array: Array) -> Array:
-        return jnp.zeros([_BLOCK if n > 1 else 1 for n in array.shape[2:]], array.dtype)
+    shape = tile.EXAMPLE, tile.EXAMPLE
 
     def evaluated() -> Array:
-        tile = Tile.at(0, _BLOCK, 0, _BLOCK)._replace(read=part, batch=jnp.int32(0), head=jnp.int32(0))
-        return jnp.asarray(term.function(jnp.zeros((_BLOCK, _BLOCK), state), tile, *term.read(tile)))
+        where = tile.example()
+        return jnp.asarray(term.function(jnp.zeros(shape, state), where, *term.read(where)))
 
     found = jax.eval_shape(evaluated)
-    if (found.shape, found.dtype) != ((_BLOCK, _BLOCK), state):
+    if (found.shape, found.dtype) != (shape, state):
         raise TypeError(
-            f"score_modifiers: expected {modifier.name} to return {state} of the score's shape {(_BLOCK, _BLOCK)}, got "
+            f"score_modifiers: expected {modifier.name} to return {state} of the score's shape {shape}, got "
             f"{found.dtype} of {found.shape}; it maps scores to scores, e.g. score + weight * distance"
         )
     return term

@@ -5,6 +5,8 @@ users write. Derivatives are JAX's, taken of the terms inside the kernels.
 """
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +36,11 @@ class Term:
     operands: tuple[Leaf, ...] = ()
     booleans: tuple[bool, ...] = dataclasses.field(default=(), metadata={"static": True})
 
+    @property
+    def is_built_in(self) -> bool:
+        """Whether it is one of this file's."""
+        return self.function is add_bias or isinstance(self.function, Alibi | SoftCap)
+
     def read(self, tile: Tile) -> tuple[Array, ...]:
         """The tile's part of each operand."""
         booleans = self.booleans or (False,) * len(self.operands)
@@ -53,7 +60,9 @@ class Score:
 
     terms: tuple[Term, ...] = ()
 
-    def logits(self, s: Array, c: ArrayLike, tile: Tile, keep: Array | None) -> tuple[Array, ArrayLike]:
+    def logits(
+        self, s: Array, c: ArrayLike, tile: Tile, keep: Array | None
+    ) -> tuple[Array, ArrayLike, Callable[[Array], Array]]:
         """Logits, -inf where not `keep` (None: all count), as scores of which some factor times is base 2.
 
         Args:
@@ -63,17 +72,9 @@ class Score:
             keep: bool, broadcastable to them.
 
         Returns:
-            The scores and the factor: `s` and `c` if there are no terms.
+            The scores and the factor (`s` and `c` if there are no terms), and the map from the logits' cotangent to that
+            of the scaled scores. Forward passes ask for it too: so a function's own derivative leaves no trace in a kernel.
         """
-        if not self.terms:
-            return softmax.masked(s, keep), c
-        value = self.of(s * (c * softmax.LN2 / self._inner), tile, self.parts(tile))
-        return softmax.masked(value, keep), self._outer * softmax.LOG2E
-
-    def linear(
-        self, s: Array, c: ArrayLike, tile: Tile, keep: Array | None
-    ) -> tuple[Array, ArrayLike, Callable[[Array], Array]]:
-        """`logits`, and with them the map from their cotangent to that of the scaled scores."""
         if not self.terms:
             return softmax.masked(s, keep), c, lambda ds: ds
         inner, outer, parts = self._inner, self._outer, self.parts(tile)
@@ -144,10 +145,10 @@ class Alibi:
     shift: int
 
     def __call__(self, score: Array, tile: Tile, slopes: Array, *moved: Array) -> Array:
-        distance = tile.q_ids + self.shift - tile.k_ids
-        for offset in moved:
-            distance = distance + offset
-        return score - slopes * jnp.abs(distance).astype(score.dtype)
+        position = functools.reduce(operator.add, moved, tile.q_ids + self.shift)
+        # In floating point, exact below 2²⁴, so that integers are converted once for a row or column.
+        distance = position.astype(score.dtype) - tile.k_ids.astype(score.dtype)
+        return score - slopes * jnp.abs(distance)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,6 +38,20 @@ class Tile(NamedTuple):
         return cls(q_start + indices(block_q, q_axis), k_start + indices(block_k, 1 - q_axis))
 
 
+EXAMPLE = 16
+"""Queries and keys of an example."""
+
+
+def example() -> Tile:
+    """A tile to try functions on, which reads zeros."""
+
+    def read(array) -> Array:
+        return jnp.zeros([EXAMPLE if n > 1 else 1 for n in array.shape[2:]], array.dtype)
+
+    zero = jnp.int32(0)
+    return Tile.at(0, EXAMPLE, 0, EXAMPLE)._replace(batch=zero, head=zero, read=read)
+
+
 def indices(size: int, axis: int) -> Array:
     """int32 0 … size-1 along `axis` of a 2-D array, the other axis being 1."""
     shape = (size, 1) if axis == 0 else (1, size)

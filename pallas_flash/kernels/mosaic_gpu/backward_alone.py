@@ -113,7 +113,7 @@ def flash_alone(
                 at = first + w * GROUP_ROWS, seen.block(t) * columns
                 tile = pipeline.tile(s.shape, (batch, query_head), *at, transposed=not by_query)
                 keep, drop = mask.keep(tile) if edge else None, dropper(problem.dropout, tile)
-                s, factor, pull = problem.score.linear(s, scale2, tile, keep)
+                s, factor, pull = problem.score.logits(s, scale2, tile, keep)
                 p = softmax.recompute(s, factor, lse2, FAST)
                 if not of_scores:
                     return drop(p).astype(problem.dtype)

@@ -94,7 +94,7 @@ def flash_backward(
                 lse2, delta = (pipeline.by_column(vectors.at[n], sT.shape) for n in range(2))
                 tile = pipeline.tile(sT.shape, (b, head), first + w * GROUP_ROWS, seen.block(t) * block_q, True)
                 keep, drop = mask.keep(tile) if edge else None, dropper(problem.dropout, tile)
-                sT, factor, pull = problem.score.linear(sT, c, tile, keep)
+                sT, factor, pull = problem.score.logits(sT, c, tile, keep)
                 pT = softmax.recompute(sT, factor, lse2, FAST)
                 dpT = drop(plgpu.wgmma_accumulator_load(d_weights, wait_n=0))
                 dsT = pull(softmax.d_score(pT, dpT, delta, edge and mask.reads))

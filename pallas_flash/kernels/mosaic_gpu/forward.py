@@ -57,7 +57,7 @@ def flash_forward(
         turns.open(w)
         run = pipeline.accumulate(lambda acc: attend(w, q, acc), (GROUP_ROWS, problem.Hv))
         turns.close(w)
-        sink = None if problem.sinks is None else problem.sinks[0, head, 0, 0]
+        sink = None if problem.sinks is None else pipeline.row_vector(problem.sinks[0, head, 0, 0])
         o, lse = softmax.finish(run, sink, FAST)
         o_tile = q if o_tiles is None else o_tiles.at[w]
         o = o.astype(problem.dtype)
@@ -77,7 +77,7 @@ def flash_forward(
                 s = plgpu.wgmma_accumulator_load(scores, wait_n=int(overlap))
                 k_ring.release(t)
                 tile = pipeline.tile(s.shape, (b, head), first + w * GROUP_ROWS, seen.block(t) * block_k)
-                s, factor = problem.score.logits(s, c, tile, mask.keep(tile) if edge else None)
+                s, factor, _ = problem.score.logits(s, c, tile, mask.keep(tile) if edge else None)
                 *state, weights, alpha = softmax.advance(m, l, s, factor, FAST)
                 return *state, dropper(problem.dropout, tile)(weights), alpha
 

@@ -4,9 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
-from jax._src.ad_util import add_jaxvals_p
-from jax._src.pallas.mosaic_gpu.lowering import mosaic_lowering_rules
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels.grid import Grid
@@ -15,11 +12,6 @@ from pallas_flash.lists import Listed
 from pallas_flash.masks import Lengths, Mask
 from pallas_flash.plan import MosaicBlocks
 from pallas_flash.problem import Problem
-
-for _rules in mosaic_lowering_rules.values():  # derivatives of users' functions add with a primitive that Mosaic lacks
-    if lax.add_p in _rules:
-        _rules[add_jaxvals_p] = _rules[lax.add_p]
-
 
 def bounded(problem: Problem, block_k: int) -> Mask:
     """The problem's mask and the end of the keys; queries beyond theirs are zeros, and are not stored."""

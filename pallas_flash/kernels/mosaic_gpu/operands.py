@@ -6,6 +6,7 @@ from jax import Array, lax
 from pallas_flash import plan as plans
 from pallas_flash import softmax
 from pallas_flash.kernels import device
+from pallas_flash.kernels.mosaic_gpu import primitives
 from pallas_flash.plan import MosaicPlan, Plan
 from pallas_flash.problem import Problem
 
@@ -35,6 +36,8 @@ def refusal(problem: Problem) -> str | None:
     if capability != 90:
         found = f"the GPU has compute capability {capability // 10}.{capability % 10}"
         return f"{found}, 9.0 (Hopper) is required; use implementation='triton'"
+    if lacking := primitives.lacking(problem):
+        return f"Mosaic GPU cannot lower all users' functions: {lacking}; use implementation='triton'"
     return plans.mosaic_shortage(plan(problem), problem.H, problem.Hv)
 
 

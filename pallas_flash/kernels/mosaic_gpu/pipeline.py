@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import ArrayLike
 
-from pallas_flash.elementary import Elementary
+from pallas_flash.elementary import Elementary, differentiable
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.kernels.mosaic_gpu import ptx
 from pallas_flash.lists import Listed
@@ -28,7 +29,7 @@ TILE = plgpu.Layout.WGMMA
 ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)
 REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
 """Registers per thread of a consumer and of the producer, by the number of consumers; of 65,536 in all."""
-FAST = Elementary(constant=lambda x: x, product=ptx.product)
+FAST = Elementary(constant=lambda x: x, tanh=differentiable(jnp.tanh), product=ptx.product)
 """The plain functions: with `approx_math` they become the GPU's, fused."""
 BLOCK, GROUP = "flash_block", "flash_group"
 """Names of the axes over thread blocks and over their warp groups."""
@@ -215,6 +216,18 @@ def place(grid: Grid) -> tuple[Array, Array, Array]:
     return grid.at_number(lax.axis_index(BLOCK))
 
 
+class _Tile(Tile):
+    """A tile whose indices are made when they are asked for: Mosaic searches long for a layout where nothing does."""
+
+    @property
+    def q_ids(self) -> Array:
+        return self[0]()
+
+    @property
+    def k_ids(self) -> Array:
+        return self[1]()
+
+
 def tile(shape: tuple[int, int], place: tuple[Any, Any], row, column, transposed: bool = False) -> Tile:
     """Indices of a tile of scores, which reads arrays where they are for it.
 
@@ -222,10 +235,10 @@ def tile(shape: tuple[int, int], place: tuple[Any, Any], row, column, transposed
     keys, or transposed.
     """
     b, head = place
-    ids = [
-        lax.broadcast_in_dim(start + plgpu.broadcasted_iota(jnp.int32, (n,), 0, layout=layout), shape, [axis])
-        for axis, (start, n, layout) in enumerate(zip((row, column), shape, (ROW, COLUMN), strict=True))
-    ]
+    def ids(axis: int) -> Array:
+        start, layout = (row, column)[axis], (ROW, COLUMN)[axis]
+        vector = start + plgpu.broadcasted_iota(jnp.int32, (shape[axis],), 0, layout=layout)
+        return lax.broadcast_in_dim(vector, shape, [axis])
 
     def read(ref) -> Array:
         B, N, *lengths = ref.shape
@@ -246,11 +259,11 @@ def tile(shape: tuple[int, int], place: tuple[Any, Any], row, column, transposed
         axis = along.index(True)
         return lax.broadcast_in_dim(plgpu.load(part, layout=(ROW, COLUMN)[axis], optimized=False), shape, [axis])
 
-    q_ids, k_ids = reversed(ids) if transposed else ids
-    return Tile(q_ids, k_ids, b, head, read, FAST)
+    q_axis = int(transposed)
+    return _Tile(lambda: ids(q_axis), lambda: ids(1 - q_axis), b, head, read, FAST)
 
 
-def row_vector(value: float) -> Array:
+def row_vector(value: ArrayLike) -> Array:
     """A float32 vector over the rows of a tile."""
     return plgpu.layout_cast(jnp.full((GROUP_ROWS,), value, jnp.float32), ROW)
 

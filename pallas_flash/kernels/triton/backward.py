@@ -44,7 +44,7 @@ def flash_dq(
         v = layouts.v.load(v_ref, j * block_k, inside)
         tile = launch.tile(problem, blocks, b, head, first, j * block_k)
         keep, drop = mask.keep(tile) if edge else None, dropper(problem.dropout, tile)
-        s, factor, pull = problem.score.linear(launch.dot(problem, q, k, trans_b=True), c, tile, keep)
+        s, factor, pull = problem.score.logits(launch.dot(problem, q, k, trans_b=True), c, tile, keep)
         p = softmax.recompute(s, factor, lse2, fast)
         ds = pull(softmax.d_score(p, drop(launch.dot(problem, do, v, trans_b=True)), delta))
         return dq + launch.dot(problem, ds.astype(k.dtype), k)  # eq. 17
@@ -80,7 +80,7 @@ def flash_dkv(
         delta = layouts.row.load(delta_ref, i * block_q, inside, g)[None, :]
         tile = launch.tile(problem, blocks, b, head, i * block_q, first, transposed=True)
         keep, drop = mask.keep(tile) if edge else None, dropper(problem.dropout, tile)
-        sT, factor, pull = problem.score.linear(launch.dot(problem, k, q, trans_b=True), c, tile, keep)
+        sT, factor, pull = problem.score.logits(launch.dot(problem, k, q, trans_b=True), c, tile, keep)
         pT = softmax.recompute(sT, factor, lse2, fast)
         dv = dv + launch.dot(problem, drop(pT).astype(do.dtype), do)  # eq. 13
         dsT = pull(softmax.d_score(pT, drop(launch.dot(problem, v, do, trans_b=True)), delta))

@@ -36,7 +36,7 @@ def flash_forward(q_ref, k_ref, v_ref, o_ref, lse_ref, *, problem: Problem, grid
         v = layouts.v.load(v_ref, j * block_k, inside)
         tile = launch.tile(problem, blocks, b, head, first, j * block_k)
         keep, drop = mask.keep(tile) if edge else None, dropper(problem.dropout, tile)
-        s, factor = problem.score.logits(launch.dot(problem, q, k, trans_b=True), c, tile, keep)
+        s, factor, _ = problem.score.logits(launch.dot(problem, q, k, trans_b=True), c, tile, keep)
         return softmax.update(run, s, factor, lambda p: launch.dot(problem, drop(p).astype(v.dtype), v), fast)
 
     run = seen.walk(step, softmax.start((block_q,), layouts.v.tile[1]))
