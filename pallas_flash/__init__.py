@@ -1,6 +1,7 @@
 """Exact attention for JAX on NVIDIA GPUs: FlashAttention as Pallas kernels, one pure function."""
 
 from pallas_flash.api import block_mask as block_mask
+from pallas_flash.api import dropout_mask as dropout_mask
 from pallas_flash.api import explain as explain
 from pallas_flash.api import flash_attention as flash_attention
 from pallas_flash.dispatch import Explanation as Explanation
@@ -10,6 +11,7 @@ from pallas_flash.plan import Blocks as Blocks
 from pallas_flash.plan import MosaicBlocks as MosaicBlocks
 from pallas_flash.plan import MosaicPlan as MosaicPlan
 from pallas_flash.plan import Plan as Plan
+from pallas_flash.position import relative_position_bias as relative_position_bias
 from pallas_flash.softmax import merge as merge
 from pallas_flash.survey import BlockMask as BlockMask
 from pallas_flash.varlen import flash_attention_varlen as flash_attention_varlen

@@ -1,6 +1,7 @@
 """What did the user ask? Keywords become a `Problem`."""
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -9,10 +10,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from pallas_flash import arguments, dispatch, problem, vjp
+from pallas_flash import arguments, dispatch, logits, problem, vjp
 from pallas_flash.modifiers import MaskModifier, ScoreModifier
 from pallas_flash.plan import MosaicPlan, Plan
 from pallas_flash.survey import BlockMask
+from pallas_flash.tile import Tile
 
 
 class Options(TypedDict, total=False):
@@ -261,3 +263,29 @@ def _posed(query: Any, key: Any, value: Any, **keywords: Any) -> tuple[problem.P
     arguments = inspect.signature(flash_attention).bind(query, key, value, **keywords)
     arguments.apply_defaults()
     return problem.pose(**arguments.arguments)
+
+
+def dropout_mask(
+    dropout_key: Array, dropout_rate: float, queries: int, keys: int, *, batch: tuple[int, ...] = (), heads: int = 1
+) -> Array:
+    """Which probabilities `flash_attention` keeps, whatever its implementation: for tests, T×S as it is.
+
+    Args:
+        dropout_key: A key of `jax.random`.
+        dropout_rate: Chance of each probability to be dropped, 0 <= rate < 1.
+        queries: T, the number of queries.
+        keys: S, the number of keys.
+        batch: Batch axes.
+        heads: N, the number of query heads.
+
+    Returns:
+        bool [*batch, N, T, S]. Those kept are divided by 1 - rate, the rate rounded to a multiple of 2⁻¹⁶.
+
+    Raises:
+        TypeError, ValueError: As of `flash_attention`.
+    """
+    B, shape = math.prod(batch), (*batch, heads, queries, keys)
+    found = logits.dropout(dropout_rate, dropout_key, B, heads)
+    if found is None:
+        return jnp.ones(shape, bool)
+    return jnp.broadcast_to(found.keep(Tile.at(0, queries, 0, keys)), (B, heads, queries, keys)).reshape(shape)

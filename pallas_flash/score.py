@@ -60,6 +60,15 @@ class Score:
 
     terms: tuple[Term, ...] = ()
 
+    def moved(self, moves: Array) -> "Score":
+        """The same, for ALiBi with queries moved by so many keys, int32 [B or 1, 1, T or 1, 1]."""
+        return Score(
+            tuple(
+                dataclasses.replace(term, operands=(*term.operands, moves)) if isinstance(term.function, Alibi) else term
+                for term in self.terms
+            )
+        )
+
     def logits(
         self, s: Array, c: ArrayLike, tile: Tile, keep: Array | None
     ) -> tuple[Array, ArrayLike, Callable[[Array], Array]]:

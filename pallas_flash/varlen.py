@@ -1,6 +1,7 @@
 """Sequences of different lengths, packed one after the other: attention within each, as intervals of keys."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from pallas_flash import arguments, dispatch, problem, vjp
+from pallas_flash.modifiers import ScoreModifier
 from pallas_flash.patterns import Intervals
 
 
@@ -25,6 +27,12 @@ def flash_attention_varlen(
     return_residual: bool = False,
     implementation: str | None = None,
     query_offset: ArrayLike = 0,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    score_modifiers: Sequence[Callable[..., Array] | ScoreModifier] = (),
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
     deterministic: bool = False,
     precision: Any = None,
     plan: Any = None,
@@ -49,6 +57,12 @@ def flash_attention_varlen(
         implementation: As for `flash_attention`.
         query_offset: Integer, scalar or [sequences]: position of a sequence's first query among its keys. 0 aligns the
             first query with the first key; `jnp.diff(cu_seqlens_k) - jnp.diff(cu_seqlens_q)` the last with the last.
+        logits_soft_cap: As for `flash_attention`, and so are sinks, dropout_rate and dropout_key.
+        alibi_slopes: Floating [N], as for `flash_attention`; positions are those within a sequence.
+        sinks: One logit for each head.
+        score_modifiers: As for `flash_attention`; indices are those of packed tokens.
+        dropout_rate: Chance of each probability to be dropped.
+        dropout_key: A key of `jax.random`.
         deterministic: As for `flash_attention`, and so are precision, plan and interpret.
         precision: Of the dots of float32 inputs.
         plan: Of block sizes.
@@ -70,8 +84,9 @@ def flash_attention_varlen(
     posed, _ = problem.pose(
         *(x[None] for x in tensors), bias=None, mask=None, scale=scale, is_causal=is_causal, query_seq_lengths=None,
         key_value_seq_lengths=None, local_window_size=local_window_size, query_segment_ids=None,
-        key_value_segment_ids=None, mask_modifiers=(), block_mask=None, logits_soft_cap=None, alibi_slopes=None,
-        sinks=None, score_modifiers=(), dropout_rate=0.0, dropout_key=None, return_residual=return_residual,
+        key_value_segment_ids=None, mask_modifiers=(), block_mask=None, logits_soft_cap=logits_soft_cap,
+        alibi_slopes=alibi_slopes, sinks=sinks, score_modifiers=score_modifiers, dropout_rate=dropout_rate,
+        dropout_key=dropout_key, return_residual=return_residual,
         implementation=implementation, query_offset=0, deterministic=deterministic, precision=precision, plan=plan,
         interpret=interpret,
     )  # fmt: skip
@@ -84,7 +99,8 @@ def flash_attention_varlen(
             f"{np.shape(query_offset)}; cu_seqlens_q has one entry more"
         )
     offset: Any = arguments.per_batch("query_offset", query_offset, (sequences,))
-    posed = dataclasses.replace(posed, mask=_intervals(*starts, offset, band.lo, band.hi, posed.T, posed.S))
+    mask = _intervals(*starts, offset, band.lo, band.hi, posed.T, posed.S)
+    posed = dataclasses.replace(posed, mask=mask, score=posed.score.moved(_moves(*starts, offset, posed.T)))
     out, residual = vjp.attend(dispatch.resolve(posed), *(x[None] for x in tensors))
     return (out[0], residual[0].T) if return_residual else out[0]
 
@@ -118,6 +134,12 @@ def _intervals(q_starts: Array, k_starts: Array, offset: Array, lo, hi, T: int, 
     keys &= True if lo is None else u >= offset[i] + lo
     keys &= True if hi is None else u < offset[i] + positions + hi
     return Intervals(start, end, keys[None])
+
+
+def _moves(q_starts: Array, k_starts: Array, offset: Array, T: int) -> Array:
+    """int32 [1, 1, T, 1]: from each query's index to that of the key at its position, both of packed tokens."""
+    i, t = _place(q_starts, T)
+    return (k_starts[i] + offset[i] + t - lax.iota(jnp.int32, T))[None, None, :, None]
 
 
 def _place(starts: Array, count: int) -> tuple[Array, Array]:
