@@ -9,16 +9,31 @@ ragged edges and empty tiles.
 import dataclasses
 from typing import Any
 
+import ml_dtypes  # noqa: F401  (so that NumPy knows bfloat16)
 import numpy as np
 
 from tests import recipes
+from tests.oracle import ScoreFunction
+
+
+def keep_mask(key, rate: float, B: int, N: int, T: int, S: int) -> np.ndarray:
+    """Which probabilities dropout keeps, bool [B, N, T, S]: by the library's own function, of all indices at once."""
+    from pallas_flash.dropout import Dropout  # here, so that reading cases does not import jax
+    from pallas_flash.tile import Tile
+
+    return np.asarray(Dropout.of(key, rate, B, N).keep(Tile.at(0, T, 0, S)))
+
+
+def rounded_rate(rate: float) -> float:
+    """What the library makes of a rate: 16 random bits decide on each probability."""
+    return round(rate * 2**16) / 2**16
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A problem in jax.nn's letters; `S`, `K` and `Hv` default to `T`, `N` and `H`. Lengths are per batch entry.
 
-    `mask`, `segments` and `modifiers` name recipes of recipes.py.
+    `mask`, `segments`, `modifiers`, `bias`, `alibi` and `scores` name recipes of recipes.py.
     """
 
     name: str
@@ -40,6 +55,13 @@ class Case:
     mask: str | None = None
     segments: str | None = None
     modifiers: tuple[str, ...] = ()
+    bias: str | None = None
+    bias_dtype: str = "float32"
+    alibi: str | None = None
+    soft_cap: float | None = None
+    scores: tuple[str, ...] = ()
+    sinks: bool = False
+    dropout: float = 0.0
 
     def __post_init__(self):
         for field, default in (("S", self.T), ("K", self.N), ("Hv", self.H)):
@@ -64,7 +86,7 @@ class Case:
         return drawn
 
     def options(self, for_oracle: bool = False) -> dict[str, Any]:
-        """The keywords of `flash_attention` that differ from their defaults; those of `oracle.kept` with `for_oracle`.
+        """The keywords of `flash_attention` that differ from their defaults; or those of `oracle.attend`.
 
         What is an array is one of NumPy.
         """
@@ -79,7 +101,58 @@ class Case:
         given = {n: v for n in names if (v := getattr(self, n)) != Case.__dataclass_fields__[n].default}
         per_batch = {"query_offset", "query_seq_lengths", "key_value_seq_lengths"}
         given = {n: np.asarray(v, np.int32) if n in per_batch and isinstance(v, tuple) else v for n, v in given.items()}
-        return given | self._read(for_oracle)
+        if self.soft_cap is not None:
+            given["logits_soft_cap"] = self.soft_cap
+        given |= self._read(for_oracle) | self._dropped(for_oracle)
+        return given | self.scored(self.differentiable(), for_oracle)
+
+    def differentiable(self) -> dict[str, np.ndarray]:
+        """The arrays, beside query, key and value, by which there is a gradient: bias, slopes, sinks, operands."""
+        found = {}
+        if self.bias is not None:
+            bias = recipes.BIASES[self.bias](self._draw("bias"), self.B, self.N, self.T, self.S)
+            found["bias"] = bias.astype(self.bias_dtype)
+        if self.alibi is not None:
+            found["alibi_slopes"] = recipes.SLOPES[self.alibi](self._draw("alibi"), self.B, self.N)
+        if self.sinks:
+            found["sinks"] = recipes.sinks(self._draw("sinks"), self.N) * self.magnitude
+        for name in self.scores:
+            operands = enumerate(self._operands(name))
+            found |= {f"{name} {i}": x for i, x in operands if np.issubdtype(x.dtype, np.floating)}
+        return found
+
+    def scored(self, arrays: dict[str, Any], for_oracle: bool = False) -> dict[str, Any]:
+        """The keywords that these arrays, named as those of `differentiable`, or others in their place, go into."""
+        found = {name: x for name, x in arrays.items() if name in ("bias", "alibi_slopes", "sinks")}
+        if not self.scores:
+            return found
+        functions = []
+        for name in self.scores:
+            modifier = recipes.SCORES[name]
+            operands = tuple(arrays.get(f"{name} {i}", x) for i, x in enumerate(self._operands(name)))
+            if for_oracle:
+                functions.append(ScoreFunction(modifier.formula, operands, modifier.axes))
+            else:
+                from pallas_flash import ScoreModifier  # here, so that reading cases does not import jax
+
+                made = ScoreModifier(modifier.function, operands, modifier.axes)
+                functions.append(made if operands else modifier.function)
+        return found | {"score_functions" if for_oracle else "score_modifiers": tuple(functions)}
+
+    def _operands(self, name: str) -> tuple[np.ndarray, ...]:
+        return recipes.SCORES[name].operands(self._draw(name), self.B, self.N, self.T, self.S)
+
+    def _dropped(self, for_oracle: bool) -> dict[str, Any]:
+        """The options of dropout."""
+        if not self.dropout:
+            return {}
+        import jax  # here, so that reading cases does not
+
+        key = jax.random.key(len(self.name))
+        if not for_oracle:
+            return {"dropout_rate": self.dropout, "dropout_key": key}
+        keep = keep_mask(key, self.dropout, self.B, self.N, self.T, self.S)
+        return {"dropout_rate": rounded_rate(self.dropout), "dropout_keep": keep}
 
     def _read(self, for_oracle: bool) -> dict[str, Any]:
         """The options that are arrays or functions."""
@@ -220,6 +293,70 @@ SMALL = [
         segments="padded",
         modifiers=("by_head",),
     ),
+    Case("bias_full", T=70, S=50, N=4, K=2, H=16, bias="full"),
+    Case("bias_shared_causal_bf16_bias", T=45, H=16, bias="shared", bias_dtype="bfloat16", is_causal=True),
+    Case("bias_of_heads_window", T=50, N=4, K=2, H=16, bias="of_heads", local_window_size=(20, 5)),
+    Case("bias_of_keys_lengths", T=40, S=50, H=16, bias="of_keys", key_value_seq_lengths=(50, 0)),
+    Case("bias_of_rows_cap", T=40, S=37, H=16, bias="of_rows", soft_cap=1.5),
+    Case("bias_minus_infinity", T=50, S=70, H=16, bias="minus_infinity"),
+    Case("bias_minus_infinity_cap_sinks", T=40, S=37, N=4, K=2, H=16, bias="minus_infinity", soft_cap=2.0, sinks=True),
+    Case("alibi_causal", T=70, N=4, K=2, H=16, alibi="heads", is_causal=True),
+    Case("alibi_of_entries_offset", T=24, S=50, H=16, alibi="entries", is_causal=True, query_offset=(26, 7)),
+    Case("alibi_offset_bf16", T=33, S=50, H=16, dtype="bfloat16", alibi="heads", query_offset=17),
+    Case("soft_cap", T=64, H=16, soft_cap=1.2),
+    Case("soft_cap_large_logits_bf16", T=64, dtype="bfloat16", magnitude=20.0, soft_cap=30.0, is_causal=True),
+    Case("sinks", T=50, N=4, K=2, H=16, sinks=True),
+    Case("sinks_empty_rows_fp16", T=70, S=37, H=16, dtype="float16", sinks=True, is_causal=True, query_offset=-33),
+    Case("sinks_window_large_logits", T=50, H=16, sinks=True, magnitude=20.0, local_window_size=(12, 0)),
+    Case("score_functions", B=3, T=40, S=37, N=4, K=2, H=16, scores=("relative", "placed", "bent")),
+    Case("score_of_keys", T=50, H=16, scores=("key_weight",), mask="random"),
+    Case("score_of_heads_causal", T=45, N=4, K=2, H=16, scores=("head_gain",), is_causal=True),
+    Case("score_of_cells_bf16", T=40, S=50, N=4, K=2, H=16, dtype="bfloat16", scores=("gated",)),
+    Case("score_of_integers_segments", T=50, H=16, scores=("buckets", "bent"), segments="padded"),
+    Case("score_of_booleans", T=40, S=50, N=4, K=2, H=16, scores=("bent", "allowed_only"), mask="empty_rows"),
+    Case("dropout", T=50, S=70, N=4, K=2, H=16, dropout=0.2),
+    Case("dropout_causal_bf16", B=3, T=45, H=32, dtype="bfloat16", dropout=0.5, is_causal=True),
+    Case("dropout_lengths_empty", T=40, S=50, H=16, dropout=0.1, query_seq_lengths=(0, 25), sinks=True),
+    Case(
+        "scores_of_every_kind",
+        T=43,
+        S=61,
+        N=6,
+        K=3,
+        H=24,
+        Hv=40,
+        scale=0.3,
+        local_window_size=(40, 30),
+        query_offset=(3, -4),
+        key_value_seq_lengths=(61, 47),
+        mask="per_head",
+        segments="repeated",
+        modifiers=("by_place",),
+        bias="of_entries",
+        alibi="entries",
+        soft_cap=3.0,
+        scores=("head_gain", "key_weight", "placed"),
+        sinks=True,
+        dropout=0.25,
+    ),
+    Case(
+        "scores_of_every_kind_bf16",
+        T=40,
+        S=56,
+        N=4,
+        K=2,
+        dtype="bfloat16",
+        is_causal=True,
+        query_offset=16,
+        mask="padding",
+        bias="of_heads",
+        bias_dtype="bfloat16",
+        alibi="heads",
+        soft_cap=5.0,
+        scores=("gated", "relative"),
+        sinks=True,
+        dropout=0.1,
+    ),
 ]
 
 _EVERYTHING = Case(
@@ -307,6 +444,51 @@ LARGE = [
         mask="per_head",
         segments="repeated",
         modifiers=("by_place", "dilated"),
+    ),
+    Case("bias_full_bf16", T=600, S=500, N=4, K=2, H=64, dtype="bfloat16", bias="full", is_causal=True),
+    Case("bias_of_heads_h128_bf16", T=1024, N=4, H=128, dtype="bfloat16", bias="of_heads", bias_dtype="bfloat16"),
+    Case("bias_of_keys_h256_fp16", T=515, N=4, K=2, H=256, dtype="float16", bias="of_keys", mask="random"),
+    Case("bias_shared_ragged_fp32", T=333, S=401, N=4, H=64, bias="shared", soft_cap=2.0),
+    Case("alibi_h128_bf16", T=1100, N=8, K=2, H=128, dtype="bfloat16", alibi="heads", is_causal=True),
+    Case("soft_cap_h64_bf16", T=1024, N=4, H=64, dtype="bfloat16", soft_cap=5.0, is_causal=True),
+    Case("soft_cap_window_h256_bf16", T=1000, N=4, K=2, H=256, dtype="bfloat16", soft_cap=50.0, local_window_size=400),
+    Case("soft_cap_large_logits_fp16", T=512, N=4, H=128, dtype="float16", soft_cap=30.0, magnitude=20.0),
+    Case("sinks_window_h64_bf16", T=1100, N=8, K=1, H=64, dtype="bfloat16", sinks=True, local_window_size=(127, 0)),
+    Case("score_of_keys_h128_bf16", T=777, N=4, H=128, dtype="bfloat16", scores=("key_weight", "head_gain")),
+    Case("score_of_cells_fp16", T=400, S=333, N=4, K=2, H=64, dtype="float16", scores=("gated", "bent")),
+    Case("score_of_integers_h256_bf16", T=512, N=2, H=256, dtype="bfloat16", scores=("buckets", "allowed_only")),
+    Case("dropout_h64_bf16", T=1024, N=4, K=2, H=64, dtype="bfloat16", dropout=0.1, is_causal=True),
+    Case("dropout_ragged_h128_bf16", T=601, S=1100, N=4, H=128, dtype="bfloat16", dropout=0.5, segments="padded"),
+    dataclasses.replace(
+        _EVERYTHING,
+        name="scores_of_every_kind_large",
+        is_causal=False,
+        local_window_size=(450, 330),
+        mask="per_head",
+        segments="repeated",
+        bias="of_entries",
+        alibi="entries",
+        soft_cap=3.0,
+        scores=("head_gain", "key_weight", "placed"),
+        sinks=True,
+        dropout=0.25,
+    ),
+    Case(
+        "scores_of_every_kind_h256_fp16",
+        T=300,
+        S=500,
+        N=4,
+        K=2,
+        H=256,
+        dtype="float16",
+        is_causal=True,
+        query_offset=(200, 0),
+        bias="full",
+        alibi="heads",
+        soft_cap=10.0,
+        scores=("gated", "relative"),
+        sinks=True,
+        dropout=0.1,
     ),
 ]
 

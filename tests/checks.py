@@ -17,26 +17,40 @@ NAMES = ("out", "residual", "dq", "dk", "dv")
 
 
 def inputs(case: Case) -> list[jax.Array]:
-    """query, key, value, d_out in the case's dtype, and d_residual in float32 (0 where the oracle's row is empty)."""
+    """query, key, value, d_out in the case's dtype, d_residual in float32, and the arrays of `case.differentiable`."""
     arrays = case.arrays()
     rounded = [jnp.asarray(arrays[name], case.dtype) for name in ("query", "key", "value", "d_out")]
-    return [*rounded, jnp.asarray(arrays["d_residual"])]
+    return [*rounded, jnp.asarray(arrays["d_residual"]), *map(jnp.asarray, case.differentiable().values())]
 
 
-def evaluator(attention: Callable) -> Callable[..., tuple[jax.Array, ...]]:
-    """Of `inputs`: out, residual, dq, dk and dv of `attention(query, key, value) -> out, residual`, in one trace."""
+def evaluator(attention: Callable, scored: Callable[..., dict] = lambda *further: {}) -> Callable[..., tuple]:
+    """Of `inputs`: out, residual, dq, dk, dv and the further gradients of attention, in one trace.
+
+    Args:
+        attention: (query, key, value, **keywords) → out, residual.
+        scored: Further arrays → those keywords.
+    """
 
     @jax.jit
-    def run(query, key, value, d_out, d_residual):
-        (out, residual), vjp = jax.vjp(attention, query, key, value)
+    def run(query, key, value, d_out, d_residual, *further):
+        def attend(query, key, value, *further):
+            return attention(query, key, value, **scored(*further))
+
+        (out, residual), vjp = jax.vjp(attend, query, key, value, *further)
         return out, residual, *vjp((d_out, jnp.where(jnp.isfinite(residual), d_residual, 0)))
 
     return run
 
 
-def evaluate(attention: Callable, arrays: list[jax.Array]) -> list[np.ndarray]:
+def scored(case: Case, for_oracle: bool = False) -> Callable[..., dict]:
+    """What `evaluator` makes keywords of a case's further arrays with."""
+    names = case.differentiable()
+    return lambda *further: case.scored(dict(zip(names, further, strict=True)), for_oracle)
+
+
+def evaluate(attention: Callable, arrays: list[jax.Array], *keywords: Callable[..., dict]) -> list[np.ndarray]:
     """The results of `evaluator`, in float64."""
-    return [np.asarray(x, np.float64) for x in evaluator(attention)(*arrays)]
+    return [np.asarray(x, np.float64) for x in evaluator(attention, *keywords)(*arrays)]
 
 
 def row_error(values: np.ndarray, reference: np.ndarray) -> float:
@@ -58,34 +72,76 @@ class Expected:
     by_row: float
 
 
+def names(case: Case) -> list[str]:
+    """Of all tensors that are compared."""
+    return [*NAMES, *(f"d_{name}" for name in case.differentiable())]
+
+
+def by_oracle(case: Case, query, key, value, d_out, d_residual, *further) -> list[np.ndarray]:
+    """The tensors of `names`, in float64."""
+    options = case.options(for_oracle=True) | scored(case, for_oracle=True)(*further)
+    gradients = oracle.gradients(query, key, value, d_out, d_residual, **options)
+    operands = {
+        f"{function} {i}": x
+        for function, of_function in zip(case.scores, gradients.operands, strict=True)
+        for i, x in enumerate(of_function)
+    }
+    own = [operands[name] if name in operands else getattr(gradients, name) for name in case.differentiable()]
+    return [*oracle.attend(query, key, value, **options), *gradients[:3], *own]
+
+
+def exponent(case: Case, residual: np.ndarray) -> float:
+    """The largest log-sum-exp, of which a float32 epsilon is what logits are rounded by; or more.
+
+    On GPUs the soft cap of 2-byte inputs is the hardware's, tanh.approx.f32, whose relative error is up to 2⁻¹¹.
+    """
+    largest = float(np.max(np.abs(residual), initial=0.0))
+    if case.soft_cap is None or jnp.finfo(case.dtype).bits > 16 or jax.default_backend() != "gpu":
+        return largest
+    return largest + min(largest, case.soft_cap) * 2**-11 / float(jnp.finfo(jnp.float32).eps)
+
+
 @functools.cache
 def expected(case: Case, precision: str | None) -> dict[str, Expected]:
     """What is right, and tolerances from the error of the dense computation at that precision."""
-    arrays = inputs(case)
-    exact, options = [np.asarray(x, np.float64) for x in arrays], case.options(for_oracle=True)
-    right = [*oracle.attend(*exact[:3], **options), *oracle.gradients(*exact, **options)[:3]]
-    by_matrix = evaluate(functools.partial(dense.attend, dtype=case.dtype, precision=precision, **options), arrays)
+    arrays, options = inputs(case), case.options(for_oracle=True)
+    right = by_oracle(case, *arrays)
+    attend = functools.partial(dense.attend, dtype=case.dtype, precision=precision, **options)
+    run = evaluator(attend, scored(case, for_oracle=True))
+    by_matrix = [np.asarray(x, np.float64) for x in run(*arrays)]
+    # delta comes from the saved output, in its dtype. What that moves a row's scores by, all in one direction, hardly
+    # shows where they are weighed with keys, but adds up in a sum over the row: the dense computation, which has no
+    # delta, is given the same, as a cotangent of the residual.
+    moved = np.sum((by_matrix[0] - right[0]) * np.asarray(arrays[3], np.float64), -1)
+    further = run(*arrays[:4], arrays[4] - moved, *arrays[5:])[5:]
+    by_delta = [*by_matrix[:5], *(np.asarray(x, np.float64) for x in further)]
     finite = np.isfinite(right[1])
-    exponent = np.max(np.abs(right[1][finite]), initial=0.0)
+    largest = exponent(case, right[1][finite])
+    dtypes = [case.dtype, "float32", *[case.dtype] * 3, *(x.dtype for x in arrays[5:])]
     found = {}
-    for name, ref, other in zip(NAMES, right, by_matrix, strict=True):
+    for name, ref, other, with_delta, dtype in zip(names(case), right, by_matrix, by_delta, dtypes, strict=True):
         if name == "residual":  # float32 whatever the inputs; and a row is one number
-            limit = tolerance(error(other[finite], ref[finite]), ref[finite], "float32")
+            limit = tolerance(error(other[finite], ref[finite]), ref[finite], dtype)
             found[name] = Expected(ref, limit, np.inf)
-        else:
-            limit = tolerance(error(other, ref), ref, case.dtype, exponent)
-            # Eight times the rule for dq and dk: their terms cancel, so that the worst rows of two right computations
-            # differ by chance. Measured up to 4.4 times the rule; a row that is missing is off by 1.
-            by_row = tolerance(row_error(other, ref), np.ones(1), case.dtype, exponent)
-            by_row *= 8 if name in ("dq", "dk") else 1
-            found[name] = Expected(ref, limit, by_row)
+            continue
+        coarser = max(dtype, case.dtype, key=lambda dtype: jnp.finfo(dtype).eps)
+        limit = tolerance(max(error(other, ref), error(with_delta, ref)), ref, coarser, largest)
+        # Eight times the rule for dq and dk: their terms cancel, so that the worst rows of two right computations
+        # differ by chance. Measured up to 4.4 times the rule; a row that is missing is off by 1.
+        by_row = tolerance(row_error(other, ref), np.ones(1), coarser, largest)
+        by_row *= 1 if name in ("out", "dv") else 8
+        found[name] = Expected(ref, limit, by_row)
     return found
 
 
 def check(case: Case, attention: Callable, precision: str | None = "highest") -> None:
-    """Compares all five tensors; a row that attends to nothing must give exactly 0 and -inf."""
-    right = expected(case, precision)
-    found = dict(zip(NAMES, evaluate(attention, inputs(case)), strict=True))
+    """Compares all tensors; a row that attends to nothing must give exactly 0 and -inf."""
+    right, arrays = expected(case, precision), inputs(case)
+    results = evaluator(attention, scored(case))(*arrays)
+    found = dict(zip(names(case), results, strict=True))
+    for result, array in zip(results[2:], (*arrays[:3], *arrays[5:]), strict=True):
+        assert (result.shape, result.dtype) == (array.shape, array.dtype)
+    found = {name: np.asarray(x, np.float64) for name, x in found.items()}
     empty = np.isneginf(right["residual"].values)
     assert np.array_equal(np.isneginf(found["residual"]), empty), "rows that attend to nothing"
     assert not found["out"][empty].any(), "outputs of rows that attend to nothing"

@@ -1,4 +1,4 @@
-"""Masks that are arrays or functions, by name, so that a case stays small and hashable.
+"""Masks, biases and other arrays and functions, by name, so that a case stays small and hashable.
 
 Each function of a modifier is there twice: as the library takes it, of a tile, and as the oracle does, of four index
 arrays; what both read is drawn once.
@@ -133,17 +133,17 @@ SEGMENTS = {f.__name__.strip("_"): f for f in (sorted_, unsorted, repeated, padd
 
 
 class Modifier(NamedTuple):
-    """A mask function in both forms.
+    """A function of masks or of scores in both forms.
 
     Attributes:
-        function: (tile, *operands) → bool, as the library takes it.
-        formula: (b, n, t, s, *operands) → bool, of NumPy arrays.
+        function: (tile, *operands) → bool, or (score, tile, *operands) → score, as the library takes it.
+        formula: (b, n, t, s, *operands) → bool, of NumPy arrays; of scores, that of `oracle.ScoreFunction`.
         axes: Letters of each operand.
         operands: (draw, B, N, T, S) → the operands.
     """
 
     function: Callable[..., Any]
-    formula: Callable[..., np.ndarray]
+    formula: Callable[..., Any]
     axes: tuple[str, ...] = ()
     operands: Callable[..., tuple[np.ndarray, ...]] = lambda draw, B, N, T, S: ()
 
@@ -205,3 +205,145 @@ MODIFIERS = {
         lambda draw, B, N, T, S: (draw.integers(0, N, (B, N, T, S)),),
     ),
 }
+
+
+def full(draw, B, N, T, S):
+    return draw.standard_normal((B, N, T, S), np.float32)
+
+
+def shared(draw, B, N, T, S):
+    """By all entries and heads."""
+    return draw.standard_normal((T, S), np.float32)
+
+
+def of_heads(draw, B, N, T, S):
+    """As relative position biases are: a table for each head."""
+    return draw.standard_normal((N, T, S), np.float32)
+
+
+def of_entries(draw, B, N, T, S):
+    return draw.standard_normal((B, 1, T, S), np.float32)
+
+
+def of_keys(draw, B, N, T, S):
+    return draw.standard_normal((B, 1, 1, S), np.float32)
+
+
+def of_rows(draw, B, N, T, S):
+    return draw.standard_normal((N, T, 1), np.float32)
+
+
+def minus_infinity(draw, B, N, T, S):
+    """-inf masks: single scores, whole rows, and whole columns of one entry."""
+    found = draw.standard_normal((B, 1, T, S), np.float32)
+    hidden = (draw.random((B, 1, T, S)) < 0.3) | (draw.random((B, 1, T, 1)) < 0.1)
+    hidden[-1, :, :, S // 2 :] = True
+    return np.where(hidden, np.float32(-np.inf), found)
+
+
+BIASES = {f.__name__: f for f in (full, shared, of_heads, of_entries, of_keys, of_rows, minus_infinity)}
+"""(draw, B, N, T, S) → float32, broadcastable to [B, N, T, S]."""
+
+
+def heads_(draw, B, N):
+    """Those of the paper: a geometric sequence."""
+    return np.float32(2.0) ** (-8 * np.arange(1, N + 1, dtype=np.float32) / N)
+
+
+def entries(draw, B, N):
+    """Of either sign, for each batch entry."""
+    return 0.3 * draw.standard_normal((B, N), np.float32)
+
+
+SLOPES = {f.__name__.strip("_"): f for f in (heads_, entries)}
+"""(draw, B, N) → float32, [N] or [B, N]."""
+
+
+def relative(score, tile):
+    """By distance, folded into five classes."""
+    return score + 0.25 * ((tile.q_ids - tile.k_ids) % 5).astype(score.dtype)
+
+
+def placed(score, tile):
+    """By batch entry and head."""
+    return score + 0.3 * ((tile.k_ids + tile.head + 2 * tile.batch) % 3).astype(score.dtype)
+
+
+def bent(score, tile):
+    """A polynomial of the score."""
+    return score - 0.05 * score * score
+
+
+def key_weight(score, tile, weight):
+    return score * weight
+
+
+def head_gain(score, tile, gain, shift):
+    """Two operands of different axes, and a distance."""
+    return score * gain + shift * (tile.q_ids - tile.k_ids).astype(score.dtype)
+
+
+def gated(score, tile, gate):
+    return score * (1 + gate) + gate
+
+
+def buckets(score, tile, bucket, weight):
+    """An operand of integers has no gradient."""
+    return score + weight * bucket.astype(score.dtype)
+
+
+def allowed_only(score, tile, allowed):
+    """A score of -inf does not count."""
+    return where(allowed, score, -np.inf)
+
+
+def where(condition, x, y):
+    """Of the library whose array `x` is."""
+    return x.__array_namespace__().where(condition, x, y)
+
+
+SCORES = {
+    "relative": Modifier(relative, lambda z, b, n, t, s: (z + 0.25 * ((t - s) % 5), 1, ())),
+    "placed": Modifier(placed, lambda z, b, n, t, s: (z + 0.3 * ((s + n + 2 * b) % 3), 1, ())),
+    "bent": Modifier(bent, lambda z, b, n, t, s: (z - 0.05 * z * z, 1 - 0.1 * z, ())),
+    "key_weight": Modifier(
+        key_weight,
+        lambda z, b, n, t, s, weight: (z * weight, weight, (z,)),
+        ("BS",),
+        lambda draw, B, N, T, S: (draw.standard_normal((B, S), np.float32),),
+    ),
+    "head_gain": Modifier(
+        head_gain,
+        lambda z, b, n, t, s, gain, shift: (z * gain + shift * (t - s), gain, (z, t - s)),
+        ("N", "BT"),
+        lambda draw, B, N, T, S: (draw.uniform(0.5, 1.5, N).astype(np.float32), _small(draw, B, T)),
+    ),
+    "gated": Modifier(
+        gated,
+        lambda z, b, n, t, s, gate: (z * (1 + gate) + gate, 1 + gate, (z + 1,)),
+        ("NTS",),
+        lambda draw, B, N, T, S: (0.5 * draw.standard_normal((N, T, S), np.float32),),
+    ),
+    "buckets": Modifier(
+        buckets,
+        lambda z, b, n, t, s, bucket, weight: (z + weight * bucket, 1, (0, bucket)),
+        ("BT", "NS"),
+        lambda draw, B, N, T, S: (draw.integers(-2, 3, (B, T)), draw.standard_normal((N, S), np.float32)),
+    ),
+    "allowed_only": Modifier(
+        allowed_only,
+        lambda z, b, n, t, s, allowed: (where(allowed, z, -np.inf), allowed, (0,)),
+        ("BS",),
+        lambda draw, B, N, T, S: (draw.random((B, S)) < 0.7,),
+    ),
+}
+"""Functions of scores, whose formulas give the derivatives too."""
+
+
+def _small(draw, B, T):
+    return 0.02 * draw.standard_normal((B, T), np.float32)
+
+
+def sinks(draw, N):
+    """Around the largest logits of standard normal queries and keys, so that each takes a good part of its rows."""
+    return draw.uniform(1, 4, N).astype(np.float32)

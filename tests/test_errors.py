@@ -19,6 +19,7 @@ from pallas_flash import (
     MosaicBlocks,
     MosaicPlan,
     Plan,
+    ScoreModifier,
     block_mask,
     dispatch,
     explain,
@@ -64,6 +65,18 @@ class Unhashable:
 
     def __call__(self, tile):
         return tile.q_ids - tile.k_ids == self.width
+
+
+def doubled(score, tile, *operands):
+    return score + score
+
+
+def whether(score, tile):
+    return score > 0
+
+
+def of_rows(score, tile):
+    return tile.q_ids.astype(score.dtype)
 
 
 KEEP = jnp.ones((T, S), bool)
@@ -375,6 +388,150 @@ WRONG = {
         {"mask": KEEP, "block_mask": block_mask(T, S, batch=(3,), mask=np.ones((3, 1, T, S), bool))},
         (ValueError, "block_mask", "1 or 2 along B", "3", "make one for this batch and these heads"),
     ),
+    "bias_of_booleans": (
+        {"bias": KEEP},
+        (TypeError, "bias", "a floating dtype", "bool", r"pass it as mask \(True = attend\)"),
+    ),
+    "bias_of_integers": (
+        {"bias": jnp.ones((T, S), jnp.int32)},
+        (TypeError, "bias", "a floating dtype", "int32", r"\.astype"),
+    ),
+    "bias_that_is_no_array": (
+        {"bias": "alibi"},
+        (TypeError, "bias", "an array", "str", r"jnp\.asarray"),
+    ),
+    "bias_shape": (
+        {"bias": array(B, N, S, T)},
+        (ValueError, "bias", r"broadcasts to \(2, 4, 4, 6\), the axes BNTS", r"\(2, 4, 6, 4\)", "size 1 broadcasts"),
+    ),
+    "bias_of_key_heads": (
+        {"bias": array(K, T, S)},
+        (ValueError, "bias", r"broadcasts to \(2, 4, 4, 6\), the axes BNTS", r"\(2, 4, 6\)", "size 1 broadcasts"),
+    ),
+    "bias_rank": (
+        {"bias": array(1, B, N, T, S)},
+        (ValueError, "bias", r"broadcasts to \(2, 4, 4, 6\)", r"\(1, 2, 4, 4, 6\)", "size 1 broadcasts"),
+    ),
+    "slopes_of_integers": (
+        {"alibi_slopes": [1, 2, 3, 4]},
+        (TypeError, "alibi_slopes", "a floating dtype", "int32", r"\.astype"),
+    ),
+    "slopes_shape": (
+        {"alibi_slopes": array(B)},
+        (ValueError, "alibi_slopes", r"broadcasts to \(2, 4\), the axes BN", r"\(2,\)", "size 1 broadcasts"),
+    ),
+    "slopes_that_are_no_array": (
+        {"alibi_slopes": "geometric"},
+        (TypeError, "alibi_slopes", "an array", "str", r"jnp\.asarray"),
+    ),
+    **{
+        f"cap_{value}": (
+            {"logits_soft_cap": value},
+            (
+                ValueError,
+                "logits_soft_cap",
+                "None or a positive Python number",
+                re.escape(repr(value)),
+                "None is no cap",
+            ),
+        )
+        for value in (0, 0.0, -30.0, float("inf"), float("nan"), True, "30")
+    },
+    "cap_array": (
+        {"logits_soft_cap": jnp.float32(30)},
+        (ValueError, "logits_soft_cap", "a positive Python number", r"shape \(\) and dtype float32", "None is no cap"),
+    ),
+    "sinks_of_integers": (
+        {"sinks": [0, 0, 0, 0]},
+        (TypeError, "sinks", "a floating dtype", "int32", r"\.astype"),
+    ),
+    "sinks_of_key_heads": (
+        {"sinks": array(K)},
+        (ValueError, "sinks", r"shape \(4,\), one logit for each query head", r"\(2,\)", "broadcast it"),
+    ),
+    "sinks_of_entries": (
+        {"sinks": array(B, N)},
+        (ValueError, "sinks", r"shape \(4,\), one logit for each query head", r"\(2, 4\)", "broadcast it"),
+    ),
+    "one_score_modifier": (
+        {"score_modifiers": doubled},
+        (TypeError, "score_modifiers", "a tuple of functions", "function", r"pass \(function,\)"),
+    ),
+    "no_score_modifiers": (
+        {"score_modifiers": None},
+        (TypeError, "score_modifiers", "a tuple of functions", "NoneType None", r"pass \(function,\)"),
+    ),
+    "unhashable_score_modifier": (
+        {"score_modifiers": (Unhashable(),)},
+        (TypeError, "score_modifiers", "hashable functions", r"Unhashable\(width=0\)", "`operands`"),
+    ),
+    "score_operand_shape": (
+        {"score_modifiers": (doubled, ScoreModifier(doubled, (array(T), array(B, 5)), ("T", "BS")))},
+        (
+            ValueError,
+            "score_modifiers: operand 1 of doubled",
+            r"broadcasts to \(2, 6\), the axes BS",
+            r"\(2, 5\)",
+            "size 1 broadcasts",
+        ),
+    ),
+    "score_operand_that_is_no_array": (
+        {"score_modifiers": (ScoreModifier(doubled, ("T",), ("T",)),)},
+        (TypeError, "score_modifiers: operand 0 of doubled", "an array", "str", r"jnp\.asarray"),
+    ),
+    "score_of_booleans": (
+        {"score_modifiers": (whether,)},
+        (
+            TypeError,
+            "score_modifiers",
+            r"whether to return float32 of the score's shape \(16, 16\)",
+            r"bool of \(16, 16\)",
+            "maps scores to scores",
+        ),
+    ),
+    "score_of_rows": (
+        {"score_modifiers": (doubled, of_rows)},
+        (
+            TypeError,
+            "score_modifiers",
+            r"of_rows to return float32 of the score's shape \(16, 16\)",
+            r"float32 of \(16, 1\)",
+            "maps scores to scores",
+        ),
+    ),
+    **{
+        f"rate_{value}": (
+            {"dropout_rate": value, "dropout_key": jax.random.key(0)},
+            (ValueError, "dropout_rate", "a Python number, 0 <= rate < 1", re.escape(repr(value)), "static under jit"),
+        )
+        for value in (1, 1.0, -0.1, float("nan"), True, None, "0.1")
+    },
+    "rate_array": (
+        {"dropout_rate": jnp.float32(0.1), "dropout_key": jax.random.key(0)},
+        (ValueError, "dropout_rate", "a Python number", r"shape \(\) and dtype float32", "static under jit"),
+    ),
+    "no_key": (
+        {"dropout_rate": 0.1},
+        (
+            ValueError,
+            "dropout_key",
+            "a key with dropout_rate=0.1",
+            "None",
+            r"jax\.random\.key\(seed\), .*dropout_rate=0",
+        ),
+    ),
+    "seed_for_a_key": (
+        {"dropout_rate": 0.1, "dropout_key": 42},
+        (TypeError, "dropout_key", "a key", "int 42", r"jax\.random\.key\(seed\)"),
+    ),
+    "numbers_for_a_key": (
+        {"dropout_key": array(2)},
+        (TypeError, "dropout_key", "a key", r"shape \(2,\) and dtype float32", r"jax\.random\.key\(seed\)"),
+    ),
+    "several_keys": (
+        {"dropout_rate": 0.1, "dropout_key": jax.random.split(jax.random.key(0), 3)},
+        (ValueError, "dropout_key", "one key", r"\(3,\) of them", r"jax\.vmap"),
+    ),
     "precision": (
         {"precision": "best"},
         (ValueError, "precision", "'default', 'high', 'highest'", "'best'", "None follows"),
@@ -468,10 +625,7 @@ def test_misuse_of_packed_sequences_is_named(arguments, error):
 @pytest.mark.parametrize(
     ("fields", "error"),
     [
-        (
-            (array(T, S),),
-            (TypeError, "mask_modifiers", "functions of a tile", "ArrayImpl", "is passed as `mask`"),
-        ),
+        ((array(T, S),), (TypeError, "{argument}", "functions of a tile", "ArrayImpl", "is passed as `{instead}`")),
         ((diagonal, (array(T),)), (ValueError, "axes", "one string for each of 1 operands", r"\(\)", "'BT', 'BS'")),
         ((diagonal, (), ("T",)), (ValueError, "axes", "one string for each of 0 ope", r"\('T',\)", "'BT', 'BS'")),
         *(
@@ -483,10 +637,18 @@ def test_misuse_of_packed_sequences_is_named(arguments, error):
         ),
     ],
 )
-def test_fields_of_modifiers(fields, error):
-    made = object.__new__(MaskModifier)  # the constructor's arguments are refused by the type checker of conftest.py
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (MaskModifier, {"argument": "mask_modifiers", "instead": "mask"}),
+        (ScoreModifier, {"argument": "score_modifiers", "instead": "bias"}),
+    ],
+)
+def test_fields_of_modifiers(kind, words, fields, error):
+    made = object.__new__(kind)  # the constructor's arguments are refused by the type checker of conftest.py
     vars(made).update(zip(("function", "operands", "axes"), (*fields, *((), ())[len(fields) - 1 :]), strict=True))
-    assert_named(lambda: made.__post_init__(), {}, error)
+    filled = [text.format(**words) if isinstance(text, str) and "{" in text else text for text in error]
+    assert_named(lambda: made.__post_init__(), {}, filled)
 
 
 @pytest.mark.parametrize("name", ["scale", "query", "block_mask", "bias"])
@@ -507,7 +669,14 @@ def test_traced_flag(name):
         jax.jit(lambda flag: flash_attention(**TENSORS, **{name: flag}))(True)
 
 
-@pytest.mark.parametrize("name", ["bias", "dropout_rate", "logits_soft_cap", "score_modifiers"])
+@pytest.mark.parametrize("name", ["dropout_rate", "logits_soft_cap"])
+def test_traced_number(name):
+    """A `float` is what selects code: a traced one is refused by its name."""
+    with pytest.raises(ValueError, match=rf"{name}: expected .*Python number.*, got .*dtype float32; "):
+        jax.jit(lambda number: flash_attention(**TENSORS, **{name: number}))(0.5)
+
+
+@pytest.mark.parametrize("name", ["dropout", "attn_mask", "soft_cap", "score_mod"])
 @pytest.mark.parametrize("function", [flash_attention, explain], ids=lambda function: function.__name__)
 def test_unknown_keyword(function, name):
     with pytest.raises(TypeError, match=rf"unexpected keyword argument '{name}'"):
@@ -516,8 +685,9 @@ def test_unknown_keyword(function, name):
 
 @pytest.mark.parametrize("function", [flash_attention, explain], ids=lambda function: function.__name__)
 def test_options_are_keywords_only(function):
+    """All after bias and mask, as of jax.nn."""
     with pytest.raises(TypeError, match="positional argument"):
-        function(*TENSORS.values(), None)
+        function(*TENSORS.values(), None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -804,6 +974,8 @@ def test_numpy_scalars_are_numbers():
     lengths = dict(query_seq_lengths=[3, 4], key_value_seq_lengths=np.int64(2))
     assert explain(**TENSORS, **options, **lengths) == explain(**TENSORS)
     assert explain(**TENSORS, scale=np.array(0.5)) == explain(**TENSORS)
+    scores = dict(logits_soft_cap=np.float32(30), dropout_rate=np.float64(0.1), dropout_key=jax.random.key(0))
+    assert explain(**TENSORS, **scores, alibi_slopes=[0.1] * N, sinks=np.zeros(N)) == explain(**TENSORS)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import HALF, LARGE, SMALL, Case
+from cases import HALF, LARGE, SMALL, Case, keep_mask
 
 from pallas_flash import Blocks, MaskModifier, Plan, explain, flash_attention, flash_attention_varlen
 
@@ -33,7 +33,15 @@ IN_ORDER = [
     *(
         c
         for c in LARGE
-        if c.name in ("h64_causal_float16", "h128_full_bfloat16", "h256_causal_bfloat16", "everything_bf16")
+        if c.name
+        in (
+            "h64_causal_float16",
+            "h128_full_bfloat16",
+            "h256_causal_bfloat16",
+            "everything_bf16",
+            "scores_of_every_kind_large",
+            "scores_of_every_kind_h256_fp16",
+        )
     ),
     Case("windows_in_order", T=2500, N=4, K=2, H=128, dtype="bfloat16", local_window_size=(300, 200)),
     Case("anticausal_in_order", T=1500, S=2100, N=2, H=64, dtype="bfloat16", local_window_size=(0, None)),
@@ -56,7 +64,7 @@ def test_mosaic_repeats_bitwise(case):
     attention = functools.partial(
         flash_attention, return_residual=True, implementation="mosaic_gpu", deterministic=True, **case.options()
     )
-    arrays, run = checks.inputs(case), checks.evaluator(attention)
+    arrays, run = checks.inputs(case), checks.evaluator(attention, checks.scored(case))
     first = [np.asarray(x) for x in run(*arrays)]
     for i in range(29):
         jnp.full((1 << 20,), float(i)).block_until_ready()  # moves the next results elsewhere
@@ -131,14 +139,23 @@ def test_mosaic_under_vmap(H):
 
 
 @pytest.mark.parametrize(
-    "name", ["h64_causal_bfloat16", "h128_causal_bfloat16", "everything_bf16", "lengths_bf16", "fp32_ragged"]
+    "name",
+    [
+        "h64_causal_bfloat16",
+        "h128_causal_bfloat16",
+        "everything_bf16",
+        "lengths_bf16",
+        "fp32_ragged",
+        "scores_of_every_kind_large",
+        "bias_of_heads_h128_bf16",
+    ],
 )
 def test_bitwise_repeats(name):
     """Output and gradients are the same bits in 10 runs, with other work and other memory in between."""
     case = next(c for c in LARGE if c.name == name)
     arrays = checks.inputs(case)
     attention = functools.partial(flash_attention, return_residual=True, implementation="triton", **case.options())
-    run = checks.evaluator(attention)
+    run = checks.evaluator(attention, checks.scored(case))
     first = run(*arrays)
     for i in range(9):
         jnp.full((1 << 20,), float(i)).block_until_ready()  # moves the next results elsewhere
@@ -162,6 +179,23 @@ def test_garbage_around_the_arrays_is_not_read(implementation):
         results.append(checks.evaluate(attention, arrays))
     for a, b in zip(*results, strict=True):
         assert np.array_equal(a, b)
+
+
+@KERNELS
+@pytest.mark.parametrize("H", [64, 256])
+def test_the_same_is_dropped_everywhere(H, implementation):
+    """As the plain function says: read off outputs of values eᵢ, and their gradient from cotangents eᵢ."""
+    size, key = 200, jax.random.key(3)
+    keep = keep_mask(key, 0.35, 2, 3, size, size)
+    q, k = (jax.random.normal(jax.random.key(i), (2, size, 3, H), jnp.bfloat16) for i in range(2))
+    eye = jnp.broadcast_to(jnp.eye(size, dtype=q.dtype)[None, :, None], (2, size, 3, size))
+    attention = functools.partial(
+        flash_attention, dropout_rate=0.35, dropout_key=key, implementation=implementation, scale=0.02
+    )
+    out, pull = jax.vjp(lambda v: attention(q, k, v), eye)
+    (dv,) = pull(eye)
+    for found in (jnp.moveaxis(out, 2, 1), jnp.transpose(dv, (0, 2, 3, 1))):  # dv[s] holds what each query gave it
+        assert np.array_equal(found > 0, keep)
 
 
 Q_LENGTHS, K_LENGTHS = np.array([300, 77]), np.array([100, 259])

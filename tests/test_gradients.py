@@ -33,7 +33,7 @@ def test_traced_scale(implementation, scale):
         _, vjp = jax.vjp(lambda q, k, v, scale: attention(q, k, v, scale=scale), q, k, v, scale)
         return vjp((do, dlse))
 
-    right = oracle.gradients(q, k, v, do, dlse, scale=scale, **CASE.options())
+    right = oracle.gradients(q, k, v, do, dlse, scale=scale, **CASE.options())[:4]
     for ours, ref in zip(run(q, k, v, jnp.float32(scale)), right, strict=True):
         assert error(ours, np.asarray(ref)) <= 2e-6 * max(1.0, np.max(np.abs(ref)))  # 16 float32 epsilons
 

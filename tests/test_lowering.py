@@ -14,11 +14,13 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
+import recipes
 from cases import BENCHMARK, HALF, LARGE, SMALL, Case
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_flash import RESIDUAL_NAMES, MaskModifier, explain, flash_attention, masks, vjp
+from pallas_flash import RESIDUAL_NAMES, MaskModifier, ScoreModifier, explain, flash_attention, masks, vjp
 
 FACTS = pathlib.Path(__file__).with_name("lowering_facts.json")
 DEVICES = {
@@ -47,22 +49,50 @@ def shapes(case: Case) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct((case.B, *size), case.dtype) for size in sizes]
 
 
-def lower(function, *args) -> str:
-    """StableHLO of the CUDA lowering, with any warning an error."""
+def further(case: Case) -> list[jax.ShapeDtypeStruct]:
+    """The other arrays by which there is a gradient."""
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in case.differentiable().values()]
+
+
+def lowered(function, *args) -> jax.stages.Lowered:
+    """For CUDA, with any warning an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
+
+
+def lower(function, *args) -> str:
+    """StableHLO of the CUDA lowering."""
+    return lowered(function, *args).as_text()
 
 
 def with_gradients(case: Case, **options):
-    """(query, key, value) → out, residual and gradients, every cotangent in use."""
-    attention = functools.partial(flash_attention, return_residual=True, **case.options(), **options)
+    """(query, key, value, *further) → out, residual and gradients by all given, every cotangent in use."""
+    names = case.differentiable()
 
-    def run(query, key, value):
-        results, vjp = jax.vjp(attention, query, key, value)
+    def run(query, key, value, *further):
+        def attention(query, key, value, *further):
+            given = case.scored(dict(zip(names, further, strict=True))) if further else {}
+            return flash_attention(query, key, value, return_residual=True, **(case.options() | options | given))
+
+        results, vjp = jax.vjp(attention, query, key, value, *further)
         return results, vjp(results)
 
     return run
+
+
+def score_kernels(case: Case) -> list[str]:
+    """Those of the gradients of bias, slopes and operands: one each, by whether it has axes of queries and of keys."""
+    operands = [
+        x for name in case.scores for x in zip(case._operands(name), recipes.SCORES[name].axes, strict=True)
+        if np.issubdtype(x[0].dtype, np.floating)
+    ]  # fmt: skip
+    named = {"bias": "BNTS", "alibi_slopes": "BN"}
+    operands += [(x, named[name]) for name, x in case.differentiable().items() if name in named]
+    shapes = [oracle.spread(x, letters).shape for x, letters in operands]
+    return [
+        "flash_d_cells" if T > 1 and S > 1 else "flash_d_columns" if S > 1 else "flash_d_rows" for _, _, T, S in shapes
+    ]
 
 
 def launches(text: str) -> dict[str, str]:
@@ -80,7 +110,7 @@ def launches(text: str) -> dict[str, str]:
         else:
             assert "custom_call" not in line
             continue
-        assert name not in found
+        assert name not in found or name.startswith("flash_d_")
         found[name] = launch
     return found
 
@@ -107,10 +137,10 @@ def facts(device: str, case: Case) -> dict:
 
 @pytest.mark.parametrize("case", [*SMALL, *LARGE], ids=str)
 def test_every_case_lowers(case):
-    """In three kernels of Triton and without a warning."""
+    """In three kernels of Triton, those of the gradients of what scores depend on, and without a warning."""
     with on("H200"):
-        text = lower(with_gradients(case, implementation="triton"), *shapes(case))
-    assert launches(text).keys() == {"flash_forward", "flash_dq", "flash_dkv"}
+        text = lower(with_gradients(case, implementation="triton"), *shapes(case), *further(case))
+    assert launches(text).keys() == {"flash_forward", "flash_dq", "flash_dkv", *score_kernels(case)}
 
 
 @pytest.mark.parametrize("case", FACT_CASES, ids=str)
@@ -129,7 +159,8 @@ def mosaic_kernels(case: Case) -> set[str]:
 def test_every_half_case_traces_for_mosaic(case):
     with on("H200"):
         run = jax.jit(with_gradients(case, implementation="mosaic_gpu"))
-        assert sorted(kernels(run.trace(*shapes(case)).jaxpr)) == sorted(mosaic_kernels(case))
+        found = kernels(run.trace(*shapes(case), *further(case)).jaxpr)
+    assert sorted(found) == sorted([*mosaic_kernels(case), *score_kernels(case)])
 
 
 @pytest.mark.parametrize(
@@ -141,14 +172,43 @@ def test_every_half_case_traces_for_mosaic(case):
         ("h256_causal_bfloat16", {}),
         ("h192_v128_bf16", {}),
         ("everything_bf16", {"scale": jnp.float32(0.2)}),
+        ("scores_of_every_kind_large", {}),
+        ("scores_of_every_kind_h256_fp16", {}),
     ],
 )
 def test_mosaic_kernels_lower(name, options):
-    """Full, causal with grouped heads, reproducible, wide, of two head dims; window, lengths and a traced scale."""
+    """Full, causal with grouped heads, reproducible, wide, of two head dims; window, lengths, traced scale; scores."""
     case = next(case for case in HALF if case.name == name)
     with on("H200"):
         run = with_gradients(dataclasses.replace(case, scale=None), implementation="mosaic_gpu", **options)
-        assert launches(lower(run, *shapes(case))).keys() == mosaic_kernels(case)
+        text = lower(run, *shapes(case), *further(case))
+    assert launches(text).keys() == {*mosaic_kernels(case), *score_kernels(case)}
+
+
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
+@pytest.mark.parametrize("name", ["bias_full_bf16", "bias_of_keys_h256_fp16", "alibi_h128_bf16"])
+def test_gradients_not_asked_for_are_dropped(name, implementation):
+    """By XLA: their kernels say of no side effect, and no result depends on them unless they are asked for."""
+    case = next(case for case in LARGE if case.name == name)
+    for arrays in ([], further(case)):
+        with on("H200"):
+            module = lowered(with_gradients(case, implementation=implementation), *shapes(case), *arrays).compiler_ir()
+        calls = [op for op in _operations(module) if re.search(r"flash_d_(rows|columns|cells)", str(op))]
+        assert calls and all("has_side_effect" not in str(op) for op in calls)
+        assert [_is_returned(op) for op in calls] == [bool(arrays)] * len(calls)
+
+
+def _operations(module) -> list:
+    """All custom calls of an MLIR module."""
+    functions = [op for op in module.body.operations if op.operation.name == "func.func"]
+    inside = [op.operation for function in functions for op in function.regions[0].blocks[0].operations]
+    return [op for op in inside if op.name == "stablehlo.custom_call"]
+
+
+def _is_returned(operation) -> bool:
+    """Whether what a function returns depends on it."""
+    users = [use.owner for result in operation.results for use in result.uses]
+    return any(user.name == "func.return" or _is_returned(user.operation) for user in users)
 
 
 @pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
@@ -202,8 +262,24 @@ def test_no_buffer_of_scores(implementation):
     case = Case("long", B=1, T=4096, N=2, K=1, H=64, dtype="bfloat16", is_causal=True, key_value_seq_lengths=(4000,))
     with on("H200"):
         text = lower(with_gradients(case, implementation=implementation), *shapes(case))
-    sizes = [math.prod(map(int, s.rstrip("x").split("x"))) for s in re.findall(r"tensor<((?:\d+x)+)", text)]
-    assert max(sizes) == case.T * case.N * case.H < case.T * case.S / 8
+    assert largest(text) == case.T * case.N * case.H < case.T * case.S / 8
+
+
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
+def test_no_buffer_of_scores_for_gradients_of_vectors(implementation):
+    """Nor for a bias of keys, slopes, sinks, a function's vectors and dropout."""
+    case = Case(
+        "long_scores", B=1, T=4096, N=2, K=1, H=64, dtype="bfloat16", is_causal=True, bias="of_keys", alibi="heads",
+        soft_cap=5.0, scores=("head_gain", "key_weight"), sinks=True, dropout=0.1,
+    )  # fmt: skip
+    with on("H200"):
+        text = lower(with_gradients(case, implementation=implementation), *shapes(case), *further(case))
+    assert largest(text) == case.T * case.N * case.H < case.T * case.S / 8
+
+
+def largest(text: str) -> int:
+    """Elements of the largest array of a program."""
+    return max(math.prod(map(int, s.rstrip("x").split("x"))) for s in re.findall(r"tensor<((?:\d+x)+)", text))
 
 
 @pytest.mark.parametrize("options", [{}, {"interpret": True}], ids=["xla", "triton"])
@@ -240,6 +316,33 @@ def test_masks_never_recompile(options):
             mask_modifiers=(MaskModifier(below, (limit,), ("BT",)),), **options,
         ).block_until_ready()  # fmt: skip
     assert vjp.attend._cache_size() == before + 1
+
+
+def weighed(score, tile, weight):
+    return score * weight
+
+
+@pytest.mark.parametrize("options", [{}, {"interpret": True}], ids=["xla", "triton"])
+def test_scores_never_recompile(options):
+    """Nor do 20 biases, slopes, sinks, operands and dropout keys, traced or not."""
+    q = jnp.ones((2, 16, 2, 8))
+    flash_attention(q, q, q, **options)
+    draw = np.random.default_rng(0)
+    before = vjp.attend._cache_size()
+    for i in range(20):
+        flash_attention(
+            q, q, q, bias=draw.random((2, 16, 16), np.float32), alibi_slopes=draw.random(2, np.float32),
+            sinks=draw.random(2, np.float32), dropout_rate=0.1, dropout_key=jax.random.key(i), logits_soft_cap=5.0,
+            score_modifiers=(ScoreModifier(weighed, (draw.random((2, 16), np.float32),), ("BS",)),), **options,
+        ).block_until_ready()  # fmt: skip
+    assert vjp.attend._cache_size() == before + 1
+
+    @jax.jit
+    def step(key):
+        return flash_attention(q, q, q, dropout_rate=0.1, dropout_key=key, **options)
+
+    results = [step(jax.random.key(i)) for i in range(3)]
+    assert step._cache_size() == 1 and not np.array_equal(results[0], results[1])
 
 
 @pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])

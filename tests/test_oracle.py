@@ -8,8 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from oracle import ScoreFunction
 
 B, T, S, N, K, H, Hv = 2, 5, 6, 4, 2, 3, 2
+
+
+def draw(*shapes: tuple[int, ...], seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape) for shape in shapes]
+
+
 OPTIONS = {
     "plain": {},
     "scale": {"scale": -0.7},
@@ -42,13 +50,50 @@ OPTIONS = {
         "mask_functions": (lambda b, n, t, s: s != 2 * n,),
     },
 }
+SCORES = draw((B, N, T, S), (S,), (N, 1, 1), (B, N), (B, S), (N, T, S), seed=1)
+SCORE_FUNCTIONS = (
+    ScoreFunction(lambda z, b, n, t, s, weight: (z * weight + 0.1 * (t - s * b), weight, (z,)), (SCORES[4],), ("BS",)),
+    ScoreFunction(lambda z, b, n, t, s: (z - 0.1 * z**2, 1 - 0.2 * z, ())),
+    ScoreFunction(
+        lambda z, b, n, t, s, table, gain: (z * gain + 0.1 * table * z**2, gain + 0.2 * table * z, (0.1 * z**2, z)),
+        (SCORES[5], SCORES[3][:1]),
+        ("NTS", "BN"),
+    ),
+)
+HIDING = ScoreFunction(
+    lambda z, b, n, t, s: (z.__array_namespace__().where((t + s + n) % 3 > 0, z, -np.inf), (t + s + n) % 3 > 0, ())
+)
+DROPOUT = {"dropout_keep": np.arange(B * N * T * S).reshape(B, N, T, S) % 11 % 3 > 0, "dropout_rate": 0.25}
+OPTIONS |= {
+    "bias": {"bias": SCORES[0]},
+    "bias_of_keys": {"bias": SCORES[1], "is_causal": True},
+    "bias_of_heads": {"bias": SCORES[2], "logits_soft_cap": 0.7},
+    "bias_minus_infinity": {
+        "bias": np.where(np.arange(T * S).reshape(1, 1, T, S) % 9 % 4 > 0, SCORES[0][:1], -np.inf),
+        "logits_soft_cap": 0.9,
+        "sinks": SCORES[3][0],
+    },
+    "alibi": {"alibi_slopes": SCORES[3][0], "query_offset": (2, -1)},
+    "alibi_of_entries": {"alibi_slopes": SCORES[3], "local_window_size": 2},
+    "soft_cap": {"logits_soft_cap": 0.5},
+    "sinks": {"sinks": SCORES[3][1], "is_causal": True, "query_offset": -2},
+    "score_functions": {"score_functions": SCORE_FUNCTIONS},
+    "score_functions_hide": {"score_functions": (*SCORE_FUNCTIONS[:2], HIDING), "sinks": SCORES[3][1]},
+    "dropout": DROPOUT,
+    "dropout_empty_rows": {**DROPOUT, "is_causal": True, "query_offset": -2},
+    "scores": {
+        **OPTIONS["everything"],
+        **DROPOUT,
+        "bias": SCORES[0][:, :1],
+        "alibi_slopes": SCORES[3],
+        "logits_soft_cap": 1.1,
+        "score_functions": SCORE_FUNCTIONS,
+        "sinks": SCORES[3][0],
+    },
+}
 SIDES = (("query", T), ("key_value", S))
+OF_SCORES = {"scale", "bias", "alibi_slopes", "logits_soft_cap", "score_functions", "sinks", *DROPOUT}
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-
-
-def draw(*shapes: tuple[int, ...], seed: int = 0) -> list[np.ndarray]:
-    rng = np.random.default_rng(seed)
-    return [rng.standard_normal(shape) for shape in shapes]
 
 
 def tensors() -> list[np.ndarray]:
@@ -62,27 +107,58 @@ def pulled(query, key, value, d_out, d_residual, **options) -> float:
     return np.sum(out * d_out) + np.sum(np.where(np.isneginf(residual), 0, residual) * d_residual)
 
 
+def of_masks(options: dict) -> dict:
+    """Those of `oracle.kept`."""
+    return {name: value for name, value in options.items() if name not in OF_SCORES}
+
+
+def differentiable(options: dict) -> dict:
+    """The arrays among the options by which there is a gradient, operands of score functions by two numbers."""
+    named = {name: options[name] for name in ("bias", "alibi_slopes", "sinks") if name in options}
+    functions = options.get("score_functions", ())
+    return named | {(i, j): x for i, f in enumerate(functions) for j, x in enumerate(f.operands)}
+
+
+def replaced(options: dict, arrays: dict) -> dict:
+    """The options with other arrays in the place of those of `differentiable`."""
+    functions = tuple(
+        f._replace(operands=tuple(arrays[i, j] for j in range(len(f.operands))))
+        for i, f in enumerate(options.get("score_functions", ()))
+    )
+    return options | {name: x for name, x in arrays.items() if isinstance(name, str)} | {"score_functions": functions}
+
+
+def of_arrays(found: oracle.Gradients, options: dict) -> dict:
+    """The gradients by the arrays of `differentiable`."""
+    return {n: getattr(found, n) if isinstance(n, str) else found.operands[n[0]][n[1]] for n in differentiable(options)}
+
+
 @every_option
 def test_gradients_are_finite_differences(options):
+    """By every element of every array, and by the scale."""
     *inputs, d_out, d_residual = tensors()
-    scale = options.get("scale", H**-0.5)
-    options = {**options, "scale": scale}
-    *d_inputs, dscale = oracle.gradients(*inputs, d_out, d_residual, **options)
+    arrays = {name: np.array(x) for name, x in differentiable(options).items()}
+    scale = np.array(options.get("scale", H**-0.5))
+    found = oracle.gradients(*inputs, d_out, d_residual, **options)
+    further = of_arrays(found, options)
     step = 1e-5  # truncation and cancellation are both about 1e-10 then
 
-    def slope(upper: float, lower: float) -> float:
-        return (upper - lower) / (2 * step)
+    def at() -> float:
+        return pulled(*inputs, d_out, d_residual, **{**replaced(options, arrays), "scale": float(scale)})
 
-    for array, gradient in zip(inputs, d_inputs, strict=True):
+    pairs = [*zip(inputs, found[:3], strict=True), (scale, np.array(found.scale))]
+    for array, gradient in [*pairs, *((x, further[name]) for name, x in arrays.items())]:
+        assert array.shape == gradient.shape
         for index in np.ndindex(array.shape):
             ends, was = [], array[index]
             for move in (step, -step):
                 array[index] = was + move
-                ends.append(pulled(*inputs, d_out, d_residual, **options))
+                ends.append(at())
             array[index] = was
-            np.testing.assert_allclose(gradient[index], slope(*ends), rtol=0, atol=2e-9)
-    ends = [pulled(*inputs, d_out, d_residual, **{**options, "scale": scale + move}) for move in (step, -step)]
-    np.testing.assert_allclose(dscale, slope(*ends), rtol=0, atol=2e-9)
+            if np.isneginf(was):
+                assert gradient[index] == 0
+            else:
+                np.testing.assert_allclose(gradient[index], (ends[0] - ends[1]) / (2 * step), rtol=0, atol=2e-9)
 
 
 JAX_NN = [
@@ -93,10 +169,13 @@ JAX_NN = [
     {"local_window_size": 1},
     {"local_window_size": (2, 2), "is_causal": True},
     {"query_seq_lengths": (5, 2), "key_value_seq_lengths": (3, 6)},
+    {"bias": SCORES[0]},
+    {"bias": SCORES[0][:1, :1], "is_causal": True, "scale": 0.3},
+    {"bias": SCORES[0][:, :, :1]},
 ]
 
 
-@pytest.mark.parametrize("options", JAX_NN, ids=str)
+@pytest.mark.parametrize("options", JAX_NN, ids=lambda options: "-".join(options))
 def test_agrees_with_jax_nn(options):
     """Up to rows that attend to nothing, to which jax.nn gives the mean; it drops the residual's cotangent."""
     *inputs, d_out = draw((B, T, N, H), (B, S, K, H), (B, S, K, H), (B, T, N, H))
@@ -105,13 +184,16 @@ def test_agrees_with_jax_nn(options):
     d_out = np.where(rows[..., None], d_out, 0)
     lengths = {name: np.asarray(n, np.int32) for name, n in options.items() if "lengths" in name}
 
-    def attend(query, key, value):
-        return jax.nn.dot_product_attention(query, key, value, return_residual=True, **{**options, **lengths})
+    def attend(query, key, value, *bias):
+        return jax.nn.dot_product_attention(query, key, value, *bias, return_residual=True, **others)
 
-    single = [jnp.asarray(x, jnp.float32) for x in inputs]
+    others = {name: x for name, x in {**options, **lengths}.items() if name != "bias"}
+    biases = [np.broadcast_to(options["bias"], (1, *options["bias"].shape)[-4:])] if "bias" in options else []
+    single = [jnp.asarray(x, jnp.float32) for x in (*inputs, *biases)]
     [found, lse], pull = jax.vjp(attend, *single)
     gradients = pull((jnp.asarray(d_out, jnp.float32), jnp.zeros_like(lse)))
-    *exact_gradients, _ = oracle.gradients(*inputs, d_out, np.zeros(rows.shape), **options)
+    exact = oracle.gradients(*inputs, d_out, np.zeros(rows.shape), **options)
+    exact_gradients = [*exact[:3], *(exact.bias.reshape(bias.shape) for bias in biases)]
     # Measured: up to 2.5 roundings of the largest number, from sums of at most 24 products.
     tolerance = 5 * np.finfo(np.float32).eps
     np.testing.assert_allclose(np.where(rows[..., None], found, 0), out, rtol=0, atol=tolerance * np.abs(out).max())
@@ -123,15 +205,22 @@ def test_agrees_with_jax_nn(options):
 @every_option
 def test_dense_is_the_oracle_in_float64(options):
     *inputs, d_out, d_residual = tensors()
-    expected = *oracle.attend(*inputs, **options), *oracle.gradients(*inputs, d_out, d_residual, **options)
-    options = dict(options)
-    scale = options.pop("scale", H**-0.5)
+    results, exact = oracle.attend(*inputs, **options), oracle.gradients(*inputs, d_out, d_residual, **options)
+    scale = options.get("scale", H**-0.5)
+
+    arrays = differentiable(options)
+
+    def attend(query, key, value, scale, *further):
+        given = replaced(options, dict(zip(arrays, further, strict=True)))
+        return dense.attend(query, key, value, np.float64, **{**given, "scale": scale})
+
     with jax.enable_x64(True):
-        result, pull = jax.vjp(lambda *xs: dense.attend(*xs[:3], np.float64, scale=xs[3], **options), *inputs, scale)
-        gradients = pull((d_out, np.where(np.isneginf(expected[1]), np.nan, d_residual)))
-        for found, exact in zip((*result, *gradients), expected, strict=True):
-            assert found.dtype == np.float64
-            np.testing.assert_allclose(found, exact, rtol=1e-14, atol=1e-14)
+        found, pull = jax.vjp(attend, *inputs, scale, *arrays.values())
+        gradients = pull((d_out, np.where(np.isneginf(results[1]), np.nan, d_residual)))
+        right = *results, *exact[:4], *of_arrays(exact, options).values()
+        for ours, ref in zip((*found, *gradients), right, strict=True):
+            assert ours.dtype == np.float64 and ours.shape == np.shape(ref)
+            np.testing.assert_allclose(ours, ref, rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
@@ -182,7 +271,7 @@ def by_definition(b: int, n: int, t: int, u: int, options: dict) -> bool:
 
 @every_option
 def test_kept_by_definition(options):
-    mask = oracle.kept(B, N, T, S, **{name: value for name, value in options.items() if name != "scale"})
+    mask = oracle.kept(B, N, T, S, **of_masks(options))
     for place in np.ndindex(mask.shape):
         assert mask[place] == by_definition(*place, options)
 
@@ -194,7 +283,7 @@ EMPTY = ["empty_rows", "offset_per_batch", "lengths", "no_keys", "mask_of_keys",
 @pytest.mark.parametrize("attend", ["oracle", "dense"])
 def test_what_takes_no_part_is_never_read(name, attend):
     options = OPTIONS[name]
-    mask = oracle.kept(B, N, T, S, **{name: value for name, value in options.items() if name != "scale"})
+    mask = oracle.kept(B, N, T, S, **of_masks(options))
     rows = np.swapaxes(mask.any(3), 1, 2)  # [B, T, N]
     columns = np.swapaxes(mask.reshape(B, K, N // K, T, S).any((2, 3)), 1, 2)  # [B, S, K]
     assert not rows.all() or not columns.all()
@@ -207,7 +296,7 @@ def test_what_takes_no_part_is_never_read(name, attend):
         result, expected = (
             (*oracle.attend(*x[:3], **options), *oracle.gradients(*x, **options)) for x in (spoiled, clean)
         )
-        dq, dk, dv, _ = result[2:]
+        dq, dk, dv = result[2:5]
         assert not dq[~rows].any() and not dk[~columns].any() and not dv[~columns].any()
     for found, exact in zip(result, expected, strict=True):
         np.testing.assert_array_equal(found, exact)
