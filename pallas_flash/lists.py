@@ -170,7 +170,7 @@ def visit(
 def visits(mask: Mask, rows: Span, columns: Span, block: int, j: Index) -> Index:
     """Whether the j-th block of keys holds something kept for these queries; True where only lists would tell."""
     if isinstance(mask, Listed):
-        return jnp.bool_(True)
+        return j >= 0
     seen = masks.visit(mask, rows, columns, block)
     return (j >= seen.start) & (j < seen.end)
 

@@ -13,6 +13,7 @@ from pallas_flash.dropout import Dropout
 from pallas_flash.modifiers import ScoreModifier
 from pallas_flash.score import Alibi, Score, SoftCap, Term, add_bias
 
+
 def score(
     bias, slopes, query_offset, soft_cap, modifiers, batch: tuple[int, ...], axes: dict[str, int], dtype
 ) -> Score:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,77 +64,75 @@ class Score:
         """The same, for ALiBi with queries moved by so many keys, int32 [B or 1, 1, T or 1, 1]."""
         return Score(
             tuple(
-                dataclasses.replace(term, operands=(*term.operands, moves)) if isinstance(term.function, Alibi) else term
+                dataclasses.replace(term, operands=(*term.operands, moves))
+                if isinstance(term.function, Alibi)
+                else term
                 for term in self.terms
             )
         )
 
-    def logits(
-        self, s: Array, c: ArrayLike, tile: Tile, keep: Array | None
-    ) -> tuple[Array, ArrayLike, Callable[[Array], Array]]:
-        """Logits, -inf where not `keep` (None: all count), as scores of which some factor times is base 2.
+    def at(self, tile: Tile) -> "Located":
+        """For the scores of one tile, with what their logits depend on read."""
+        return Located(self.terms, tile, [term.read(tile) for term in self.terms])
 
-        Args:
-            s: Raw scores.
-            c: scale·log2(e).
-            tile: Where they are.
-            keep: bool, broadcastable to them.
 
-        Returns:
-            The scores and the factor (`s` and `c` if there are no terms), and the map from the logits' cotangent to that
-            of the scaled scores. Forward passes ask for it too: so a function's own derivative leaves no trace in a kernel.
-        """
-        if not self.terms:
-            return softmax.masked(s, keep), c, lambda ds: ds
-        inner, outer, parts = self._inner, self._outer, self.parts(tile)
-        value, pull = jax.vjp(lambda z: self.of(softmax.only(keep, z), tile, parts), s * (c * softmax.LN2 / inner))
+class Located(NamedTuple):
+    """A `Score` for one tile.
 
-        def pulled(ds: Array) -> Array:
-            (dz,) = pull(ds)
-            return dz if inner == outer else dz * (outer / inner)
+    A soft cap that comes first or last is left to factors that are there anyway: `of` takes scaled scores divided by
+    the first, and gives logits divided by the last.
 
-        return softmax.masked(value, keep), outer * softmax.LOG2E, pulled
+    Attributes:
+        terms: Its terms, some.
+        tile: Where the scores are.
+        parts: The tile's part of each operand of each term.
+    """
 
-    def guarded(self, s: Array, c: ArrayLike, tile: Tile, keep: Array | None) -> tuple[Array, ArrayLike]:
-        """`logits`, not masked, for JAX to differentiate: what does not count is 0, so that no derivative is NaN."""
-        if not self.terms:
-            return s, c
-        value = self.of(s * (c * softmax.LN2 / self._inner), tile, self.parts(tile), keep)
-        return value, self._outer * softmax.LOG2E
+    terms: tuple[Term, ...]
+    tile: Tile
+    parts: list[tuple[Array, ...]]
 
     @property
-    def _inner(self) -> float:
-        """By what `of` wants scaled scores to be divided: a cap that comes first, so that it costs no multiplication."""
-        return _cap(self.terms[0])
-
-    @property
-    def _outer(self) -> float:
-        """By what the logits are divided that `of` returns: a cap that comes last."""
+    def gain(self) -> float:
+        """By what logits are divided."""
         return _cap(self.terms[-1])
 
-    def parts(self, tile: Tile) -> list[tuple[Array, ...]]:
-        """The tile's parts of all operands, term by term."""
-        return [term.read(tile) for term in self.terms]
+    def scaled(self, s: Array, c: ArrayLike) -> Array:
+        """What `of` takes of raw scores, with `c` = scale·log2(e)."""
+        return s * (c * softmax.LN2 / _cap(self.terms[0]))
 
-    def of(self, z: Array, tile: Tile, parts: list[tuple[Array, ...]], keep: Array | None = None) -> Array:
-        """Logits of scaled scores, both divided as above, given the parts of the operands.
+    def of(self, z: Array, keep: Array | None = None) -> Array:
+        """Logits of scaled scores, both divided as above. A bias of -inf hides a score from later terms.
 
-        A bias of -inf hides a score from later terms. What does not count, for `keep`, is 0 before, so that no
-        derivative is NaN there.
+        What does not count, for `keep`, is 0 before, so that no derivative is NaN there.
         """
         z, hidden = softmax.only(keep, z), None
-        for term, part in zip(self.terms, parts, strict=True):
+        for term, part in zip(self.terms, self.parts, strict=True):
+            is_first, is_last = term is self.terms[0], term is self.terms[-1]
             part = [softmax.only(keep, x) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in part]
-            if isinstance(term.function, SoftCap):
-                z = z if term is self.terms[0] else z * (1 / term.function.cap)
-                z = tile.fast.tanh(z)
-                z = z if term is self.terms[-1] else z * term.function.cap
-            else:
-                z = term.function(z, tile, *part)
-            if term.function is add_bias and term is not self.terms[-1]:
+            cap = _cap(term)
+            z = z if is_first or cap == 1 else z * (1 / cap)
+            z = term.function(z, self.tile, *part)
+            z = z if is_last or cap == 1 else z * cap
+            if term.function is add_bias and not is_last:
                 hidden = z == -jnp.inf
                 z = jnp.where(hidden, 0.0, z)
         return z if hidden is None else jnp.where(hidden, -jnp.inf, z)
+
+    def linear(self, z: Array, keep: Array | None) -> tuple[Array, Callable[[Array], Array]]:
+        """`of`, and the map from the logits' cotangent to that of the scaled scores, undivided.
+
+        Forward passes take it from here too, so that a function's own derivative leaves no trace in a kernel.
+        """
+        value, pull = jax.vjp(lambda z: self.of(softmax.only(keep, z)), z)
+        by = self.gain / _cap(self.terms[0])
+        return value, lambda ds: pull(ds)[0] if by == 1 else pull(ds)[0] * by
+
+    def replaced(self, term: int, number: int, part: Array) -> "Located":
+        """The same with another part of one operand."""
+        parts = [[*found] for found in self.parts]
+        parts[term][number] = part
+        return self._replace(parts=[tuple(found) for found in parts])
 
 
 def add_bias(score: Array, tile: Tile, bias: Array) -> Array:
@@ -165,6 +163,10 @@ class SoftCap:
     """cap·tanh(score / cap) (Gemma 2, arXiv:2408.00118, section 2)."""
 
     cap: float
+
+    def __call__(self, score: Array, tile: Tile) -> Array:
+        """Of scores divided by the cap, as the result is."""
+        return tile.fast.tanh(score)
 
 
 def _cap(term: Term) -> float:

@@ -49,9 +49,7 @@ def _backward(residuals, cotangents):
     dq, dk, dv, d_scale, d_score = _gradients(problem, q, k, v, lse, do, delta)
     mask, dropout = jax.tree.map(_zero, (problem.mask, problem.dropout))  # have none, as `pose` said to JAX
     sinks = None if problem.sinks is None else softmax.d_sinks(problem.sinks, lse, delta)
-    of_problem = dataclasses.replace(
-        problem, mask=mask, score=d_score, sinks=sinks, dropout=dropout, scale=d_scale
-    )
+    of_problem = dataclasses.replace(problem, mask=mask, score=d_score, sinks=sinks, dropout=dropout, scale=d_scale)
     return of_problem, dq, dk, dv
 
 
@@ -69,7 +67,9 @@ def _gradients(problem: Problem, *tensors):
     assert implementation.backward is not None
     d_score = jax.tree.map(_zero, problem.score)
     if any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(problem.score)):
-        d_score = implementation.d_score(problem, *tensors)  # a kernel of its own, which XLA drops if it is not asked for
+        d_score = implementation.d_score(
+            problem, *tensors
+        )  # a kernel of its own, which XLA drops if it is not asked for
     return *implementation.backward(problem, *tensors), d_score
 
 

@@ -102,10 +102,12 @@ def _rows(problem: Problem, k_blocks: Array, v_blocks: Array, i: Array, needed: 
     def step(run: softmax.Running, j: Array, k: Array, v: Array) -> softmax.Running:
         k, v = k[:, :, 0], v[:, :, 0]
         tile = _tile(problem, i, block_q, j, block_k)
-        keep = mask.keep(tile)
-        s, factor = problem.score.guarded(dot("bkgqh,bksh->bkgqs", q, k), c, tile, keep)
+        keep, drop = mask.keep(tile), dropper(problem.dropout, tile)
+        s, factor = dot("bkgqh,bksh->bkgqs", q, k), c
+        if problem.score.terms:
+            score = problem.score.at(tile)
+            s, factor = score.of(score.scaled(s, c), keep), score.gain * softmax.LOG2E
         s2 = softmax.masked(s * factor, keep)
-        drop = dropper(problem.dropout, tile)
         return softmax.update(run, s2, 1.0, lambda p: dot("bkgqs,bksh->bkgqh", drop(p), v))
 
     step = _rematerialised_if(len(k_blocks) > 1, step)

@@ -15,12 +15,12 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import lists, softmax
 from pallas_flash.cells import Span
-from pallas_flash.dropout import dropper
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.kernels.mosaic_gpu import launch, pipeline
 from pallas_flash.kernels.mosaic_gpu.pipeline import FAST, GROUP_ROWS, Ring
 from pallas_flash.plan import MosaicBlocks
 from pallas_flash.problem import Problem
+from pallas_flash.weights import Weigher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,17 +108,15 @@ def flash_alone(
                 for d_weight in d_weights:
                     plgpu.wgmma(d_weight, b[1].anew(w)[0], d[1].wait(u)[0].transpose((1, 0)))
                 turns.end(w)
+                at = first + w * GROUP_ROWS, seen.block(t) * columns
+                tile = pipeline.tile(scores.shape, (batch, query_head), *at, transposed=not by_query)
+                weigher = Weigher.at(problem, mask, tile, edge)
                 s = plgpu.wgmma_accumulator_load(scores, wait_n=len(d_weights))
                 lse2, delta = of_row or (pipeline.by_column(of_columns[0].at[n], s.shape) for n in range(2))
-                at = first + w * GROUP_ROWS, seen.block(t) * columns
-                tile = pipeline.tile(s.shape, (batch, query_head), *at, transposed=not by_query)
-                keep, drop = mask.keep(tile) if edge else None, dropper(problem.dropout, tile)
-                s, factor, pull = problem.score.logits(s, scale2, tile, keep)
-                p = softmax.recompute(s, factor, lse2, FAST)
+                p, d_score = weigher.recompute(s, scale2, lse2)
                 if not of_scores:
-                    return drop(p).astype(problem.dtype)
-                dp = drop(plgpu.wgmma_accumulator_load(*d_weights, wait_n=0))
-                return pull(softmax.d_score(p, dp, delta, edge and mask.reads)).astype(problem.dtype)
+                    return p.astype(problem.dtype)
+                return d_score(plgpu.wgmma_accumulator_load(*d_weights, wait_n=0), delta).astype(problem.dtype)
 
             weights = pipeline.accumulate(weighed, *[(GROUP_ROWS, columns)] * (1 + of_scores))
             (d if of_scores else c)[1].release(u)

@@ -16,12 +16,12 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import lists, softmax
 from pallas_flash.cells import Span
-from pallas_flash.dropout import dropper
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.kernels.mosaic_gpu import launch, pipeline
 from pallas_flash.kernels.mosaic_gpu.pipeline import FAST, GROUP_ROWS, Ring
 from pallas_flash.plan import MosaicBlocks
 from pallas_flash.problem import Problem
+from pallas_flash.weights import Weigher
 
 CONSUMERS = 2
 
@@ -90,15 +90,13 @@ def flash_backward(
             def weighed(scores, d_weights):
                 plgpu.wgmma(scores, k.at[own], q.transpose((1, 0)))
                 plgpu.wgmma(d_weights, v.at[own], do_ring.wait(u)[0].transpose((1, 0)))
+                tile = pipeline.tile(scores.shape, (b, head), first + w * GROUP_ROWS, seen.block(t) * block_q, True)
+                weigher = Weigher.at(problem, mask, tile, edge)
                 sT = plgpu.wgmma_accumulator_load(scores, wait_n=1)
                 lse2, delta = (pipeline.by_column(vectors.at[n], sT.shape) for n in range(2))
-                tile = pipeline.tile(sT.shape, (b, head), first + w * GROUP_ROWS, seen.block(t) * block_q, True)
-                keep, drop = mask.keep(tile) if edge else None, dropper(problem.dropout, tile)
-                sT, factor, pull = problem.score.logits(sT, c, tile, keep)
-                pT = softmax.recompute(sT, factor, lse2, FAST)
-                dpT = drop(plgpu.wgmma_accumulator_load(d_weights, wait_n=0))
-                dsT = pull(softmax.d_score(pT, dpT, delta, edge and mask.reads))
-                return drop(pT).astype(problem.dtype), dsT.astype(problem.dtype)
+                pT, d_score = weigher.recompute(sT, c, lse2)
+                dsT = d_score(plgpu.wgmma_accumulator_load(d_weights, wait_n=0), delta)
+                return pT.astype(problem.dtype), dsT.astype(problem.dtype)
 
             pT, dsT = pipeline.accumulate(weighed, (GROUP_ROWS, block_q), (GROUP_ROWS, block_q))
             if edge:

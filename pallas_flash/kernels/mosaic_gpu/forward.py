@@ -14,13 +14,13 @@ from jaxtyping import Float
 
 from pallas_flash import lists, softmax
 from pallas_flash.cells import Span
-from pallas_flash.dropout import dropper
 from pallas_flash.kernels import clean
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.kernels.mosaic_gpu import launch, operands, pipeline
 from pallas_flash.kernels.mosaic_gpu.pipeline import FAST, GROUP_ROWS, Ring
 from pallas_flash.plan import MosaicBlocks
 from pallas_flash.problem import Problem
+from pallas_flash.weights import Weigher
 
 
 def flash_forward(
@@ -74,12 +74,13 @@ def flash_forward(
                 if overlap:
                     plgpu.wgmma(acc, p, *v_ring.at(t - 1))
                 turns.end(w)
+                tile = pipeline.tile(scores.shape, (b, head), first + w * GROUP_ROWS, seen.block(t) * block_k)
+                weigher = Weigher.at(problem, mask, tile, edge)
                 s = plgpu.wgmma_accumulator_load(scores, wait_n=int(overlap))
                 k_ring.release(t)
-                tile = pipeline.tile(s.shape, (b, head), first + w * GROUP_ROWS, seen.block(t) * block_k)
-                s, factor, _ = problem.score.logits(s, c, tile, mask.keep(tile) if edge else None)
+                s, factor, _ = weigher.logits(s, c)
                 *state, weights, alpha = softmax.advance(m, l, s, factor, FAST)
-                return *state, dropper(problem.dropout, tile)(weights), alpha
+                return *state, weigher.drop(weights), alpha
 
             m, l, p, alpha = pipeline.accumulate(scored, (GROUP_ROWS, block_k))  # noqa: E741
             if overlap:

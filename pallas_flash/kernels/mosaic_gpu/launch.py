@@ -13,6 +13,7 @@ from pallas_flash.masks import Lengths, Mask
 from pallas_flash.plan import MosaicBlocks
 from pallas_flash.problem import Problem
 
+
 def bounded(problem: Problem, block_k: int) -> Mask:
     """The problem's mask and the end of the keys; queries beyond theirs are zeros, and are not stored."""
     if isinstance(problem.mask, Listed):

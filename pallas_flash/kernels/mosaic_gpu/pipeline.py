@@ -235,6 +235,7 @@ def tile(shape: tuple[int, int], place: tuple[Any, Any], row, column, transposed
     keys, or transposed.
     """
     b, head = place
+
     def ids(axis: int) -> Array:
         start, layout = (row, column)[axis], (ROW, COLUMN)[axis]
         vector = start + plgpu.broadcasted_iota(jnp.int32, (shape[axis],), 0, layout=layout)

@@ -10,13 +10,13 @@ from jaxtyping import Float
 
 from pallas_flash import lists, masks, softmax
 from pallas_flash.cells import Span
-from pallas_flash.dropout import dropper
 from pallas_flash.kernels import clean
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.kernels.triton import launch
 from pallas_flash.kernels.triton.launch import Layouts
 from pallas_flash.plan import Blocks
 from pallas_flash.problem import Problem
+from pallas_flash.weights import Weigher
 
 
 def flash_dq(
@@ -31,7 +31,6 @@ def flash_dq(
     queries, keys = masks.used(mask, problem.T, problem.S)
     seen = lists.visit(mask, Span(first, first + block_q), Span(0, problem.S), block_k, (b, head, i))
     sign, c = softmax.base2(problem.any_scale)
-    fast = launch.elementary(problem)
 
     q = softmax.signed(sign, layouts.q.load(q_ref, first, queries))
     do = layouts.o.load(do_ref, first, queries)
@@ -43,10 +42,9 @@ def flash_dq(
         k = layouts.k.load(k_ref, j * block_k, inside)
         v = layouts.v.load(v_ref, j * block_k, inside)
         tile = launch.tile(problem, blocks, b, head, first, j * block_k)
-        keep, drop = mask.keep(tile) if edge else None, dropper(problem.dropout, tile)
-        s, factor, pull = problem.score.logits(launch.dot(problem, q, k, trans_b=True), c, tile, keep)
-        p = softmax.recompute(s, factor, lse2, fast)
-        ds = pull(softmax.d_score(p, drop(launch.dot(problem, do, v, trans_b=True)), delta))
+        weigher = Weigher.at(problem, mask, tile, edge)
+        _, d_score = weigher.recompute(launch.dot(problem, q, k, trans_b=True), c, lse2)
+        ds = d_score(launch.dot(problem, do, v, trans_b=True), delta)
         return dq + launch.dot(problem, ds.astype(k.dtype), k)  # eq. 17
 
     dq = seen.walk(step, jnp.zeros(q.shape, jnp.float32))
@@ -66,7 +64,6 @@ def flash_dkv(
     mask = launch.bounded(problem, blocks)
     queries, keys = masks.used(mask, problem.T, problem.S)
     sign, c = softmax.base2(problem.any_scale)
-    fast = launch.elementary(problem)
 
     k = softmax.signed(sign, layouts.k.load(k_ref, first, keys))
     v = layouts.v.load(v_ref, first, keys)
@@ -79,11 +76,10 @@ def flash_dkv(
         lse2 = layouts.row.load(lse2_ref, i * block_q, inside, g)[None, :]
         delta = layouts.row.load(delta_ref, i * block_q, inside, g)[None, :]
         tile = launch.tile(problem, blocks, b, head, i * block_q, first, transposed=True)
-        keep, drop = mask.keep(tile) if edge else None, dropper(problem.dropout, tile)
-        sT, factor, pull = problem.score.logits(launch.dot(problem, k, q, trans_b=True), c, tile, keep)
-        pT = softmax.recompute(sT, factor, lse2, fast)
-        dv = dv + launch.dot(problem, drop(pT).astype(do.dtype), do)  # eq. 13
-        dsT = pull(softmax.d_score(pT, drop(launch.dot(problem, v, do, trans_b=True)), delta))
+        weigher = Weigher.at(problem, mask, tile, edge)
+        pT, d_score = weigher.recompute(launch.dot(problem, k, q, trans_b=True), c, lse2)
+        dv = dv + launch.dot(problem, pT.astype(do.dtype), do)  # eq. 13
+        dsT = d_score(launch.dot(problem, v, do, trans_b=True), delta)
         return dk + launch.dot(problem, dsT.astype(q.dtype), q), dv  # eq. 18
 
     def of_head(g, grads):

@@ -19,7 +19,6 @@ from jaxtyping import Float
 
 from pallas_flash import lists, softmax
 from pallas_flash.cells import Span
-from pallas_flash.dropout import dropper
 from pallas_flash.kernels import clean
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.kernels.triton import launch
@@ -27,6 +26,7 @@ from pallas_flash.kernels.triton.launch import Layouts, Whole
 from pallas_flash.plan import Blocks
 from pallas_flash.problem import Problem
 from pallas_flash.score import Score
+from pallas_flash.weights import Weigher
 
 
 class Operand(NamedTuple):
@@ -86,32 +86,31 @@ def flash_d_cells(*refs, operand: Operand, problem: Problem, grid: Grid, blocks:
 def _step(refs, operand: Operand, every: Problem, blocks: Blocks, shape: tuple[int, int]) -> Callable[..., Array]:
     """(b, head, i, j, edge) → the gradient of the operand's part of that tile, as if the part had this shape."""
     q_ref, k_ref, v_ref, do_ref, lse2_ref, delta_ref, _ = refs
-    layouts, fast = Layouts.of_everything(every, blocks), launch.elementary(every)
+    layouts = Layouts.of_everything(every, blocks)
 
     def step(b, head, i, j, edge: bool) -> Array:
         problem = launch.of_entry(every, b)
-        mask, score, (sign, c) = launch.bounded(problem, blocks), problem.score, softmax.base2(problem.any_scale)
+        mask, (sign, c) = launch.bounded(problem, blocks), softmax.base2(problem.any_scale)
         at_row = i * blocks.block_q, Span(0, problem.T) if edge else None, head, b
         at_column = j * blocks.block_k, Span(0, problem.S) if edge else None, lax.div(head, jnp.int32(problem.G)), b
         q, k = layouts.q.load(q_ref, *at_row), layouts.k.load(k_ref, *at_column)
         do, v = layouts.o.load(do_ref, *at_row), layouts.v.load(v_ref, *at_column)
         lse2, delta = (layouts.row.load(ref, *at_row)[:, None] for ref in (lse2_ref, delta_ref))
         tile = launch.tile(problem, blocks, b, head, i * blocks.block_q, j * blocks.block_k)
-        keep, drop = mask.keep(tile) if edge else None, dropper(problem.dropout, tile)
-        z = launch.dot(problem, softmax.signed(sign, q), k, trans_b=True) * (c * softmax.LN2)
+        weigher = Weigher.at(problem, mask, tile, edge)
+        score, keep = weigher.score, weigher.keep
+        assert score is not None
+        z = score.scaled(launch.dot(problem, softmax.signed(sign, q), k, trans_b=True), c)
 
-        parts = score.parts(tile)
-        own = parts[operand.term][operand.number]
+        own = score.parts[operand.term][operand.number]
 
-        def logits(own: Array) -> Array:
-            changed = [
-                tuple(own if (m, n) == operand[:2] else x for n, x in enumerate(part)) for m, part in enumerate(parts)
-            ]
-            return score.of(z, tile, changed, keep)
+        def value(own: Array) -> Array:
+            return score.replaced(operand.term, operand.number, own).of(z, keep)
 
-        found, pull = jax.vjp(logits, jnp.broadcast_to(own, shape))
-        p = softmax.recompute(softmax.masked(found, keep), softmax.LOG2E, lse2, fast)
-        return pull(softmax.d_score(p, drop(launch.dot(problem, do, v, trans_b=True)), delta))[0]
+        found, pull = jax.vjp(value, jnp.broadcast_to(own, shape))
+        p = softmax.recompute(softmax.masked(found, keep), score.gain * softmax.LOG2E, lse2, tile.fast)
+        dp = weigher.drop(launch.dot(problem, do, v, trans_b=True))
+        return pull(softmax.d_score(p, dp, delta) * score.gain)[0]
 
     return step
 

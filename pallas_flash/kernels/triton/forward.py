@@ -7,13 +7,13 @@ from jaxtyping import Float
 
 from pallas_flash import lists, masks, softmax
 from pallas_flash.cells import Span
-from pallas_flash.dropout import dropper
 from pallas_flash.kernels import clean
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.kernels.triton import launch
 from pallas_flash.kernels.triton.launch import Layouts
 from pallas_flash.plan import Blocks
 from pallas_flash.problem import Problem
+from pallas_flash.weights import Weigher
 
 
 def flash_forward(q_ref, k_ref, v_ref, o_ref, lse_ref, *, problem: Problem, grid: Grid, blocks: Blocks):
@@ -35,9 +35,9 @@ def flash_forward(q_ref, k_ref, v_ref, o_ref, lse_ref, *, problem: Problem, grid
         k = layouts.k.load(k_ref, j * block_k, inside)
         v = layouts.v.load(v_ref, j * block_k, inside)
         tile = launch.tile(problem, blocks, b, head, first, j * block_k)
-        keep, drop = mask.keep(tile) if edge else None, dropper(problem.dropout, tile)
-        s, factor, _ = problem.score.logits(launch.dot(problem, q, k, trans_b=True), c, tile, keep)
-        return softmax.update(run, s, factor, lambda p: launch.dot(problem, drop(p).astype(v.dtype), v), fast)
+        weigher = Weigher.at(problem, mask, tile, edge)
+        s, factor, _ = weigher.logits(launch.dot(problem, q, k, trans_b=True), c)
+        return softmax.update(run, s, factor, lambda p: launch.dot(problem, weigher.drop(p).astype(v.dtype), v), fast)
 
     run = seen.walk(step, softmax.start((block_q,), layouts.v.tile[1]))
     sink = None if problem.sinks is None else launch.tile(problem, blocks, b, head, first, 0).read(problem.sinks)
@@ -59,4 +59,8 @@ def forward(
     o = jax.ShapeDtypeStruct((*q.shape[:-1], problem.Hv), q.dtype)
     lse = jax.ShapeDtypeStruct((problem.B, problem.N, problem.T), jnp.float32)
     operands = [(q, layouts.q), (k, layouts.k), (v, layouts.v)]
-    return tuple(launch.call(flash_forward, "flash_forward", problem, grid, blocks, operands, [(o, layouts.o), (lse, layouts.row)]))
+    return tuple(
+        launch.call(
+            flash_forward, "flash_forward", problem, grid, blocks, operands, [(o, layouts.o), (lse, layouts.row)]
+        )
+    )

@@ -69,7 +69,11 @@ def refusal(problem: Problem) -> str | None:
 
 def plan(problem: Problem) -> Plan:
     """The user's plan, or the one chosen for the current device, which there must be."""
-    return problem.plan if isinstance(problem.plan, Plan) else plans.choose(int(device.capability(problem)), _sizes(problem))
+    return (
+        problem.plan
+        if isinstance(problem.plan, Plan)
+        else plans.choose(int(device.capability(problem)), _sizes(problem))
+    )
 
 
 def _sizes(problem: Problem) -> plans.Sizes:

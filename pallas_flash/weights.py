@@ -1,0 +1,62 @@
+"""How do scores become weights, and cotangents of weights those of scores? Mask, score and dropout together, for a tile."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from jax import Array
+from jax.typing import ArrayLike
+
+from pallas_flash import softmax
+from pallas_flash.dropout import dropper
+from pallas_flash.masks import Mask
+from pallas_flash.problem import Problem
+from pallas_flash.score import Located
+from pallas_flash.tile import Tile
+
+
+class Weigher(NamedTuple):
+    """What happens to the scores of one tile; made before the scores are there, so that it can be computed under products.
+
+    Attributes:
+        score: The terms of the logits; None: there are none.
+        keep: Which scores count; None: all.
+        drop: Of probabilities, or their cotangents: those that are kept, times the gain.
+        guarded: Whether cotangents may be NaN where a score does not count.
+        tile: Where they are.
+    """
+
+    score: Located | None
+    keep: Array | None
+    drop: Callable[[Array], Array]
+    guarded: bool
+    tile: Tile
+
+    @classmethod
+    def at(cls, problem: Problem, mask: Mask, tile: Tile, edge: bool) -> "Weigher":
+        """For a tile, of which some scores may not count if it is an `edge`."""
+        score = problem.score.at(tile) if problem.score.terms else None
+        return cls(
+            score, mask.keep(tile) if edge else None, dropper(problem.dropout, tile), edge and mask.reads, tile
+        )
+
+    def logits(self, s: Array, c: ArrayLike) -> tuple[Array, ArrayLike, Callable[[Array], Array]]:
+        """Logits, -inf where they do not count, as scores of which some factor times is base 2.
+
+        Args:
+            s: Raw scores.
+            c: scale·log2(e).
+
+        Returns:
+            The scores and the factor (`s` and `c` if there are no terms), and the map from the logits' cotangent to
+            that of the scaled scores.
+        """
+        if self.score is None:
+            return softmax.masked(s, self.keep), c, lambda ds: ds
+        value, pull = self.score.linear(self.score.scaled(s, c), self.keep)
+        return softmax.masked(value, self.keep), self.score.gain * softmax.LOG2E, pull
+
+    def recompute(self, s: Array, c: ArrayLike, lse2: Array) -> tuple[Array, Callable[[Array, Array], Array]]:
+        """Dropped probabilities of raw scores, and dp, delta ↦ ds: the cotangent of the scaled scores (eqs. 12, 16)."""
+        logits, factor, pull = self.logits(s, c)
+        p = softmax.recompute(logits, factor, lse2, self.tile.fast)
+        return self.drop(p), lambda dp, delta: pull(softmax.d_score(p, self.drop(dp), delta, self.guarded))
