@@ -42,12 +42,12 @@ class Dropout:
 
         On GPUs one thread holds these four, in either orientation, so that the compiler computes their words once.
         """
-        q, k = tile.q_ids.astype(jnp.uint32), tile.k_ids.astype(jnp.uint32)
+        (q_group, q, q_bit), (k_group, k, k_bit) = tile.sixteens()
         low, high = (tile.read(key) for key in self.keys)
-        rest = (q >> np.uint32(4)) * np.uint32(64) + (q & np.uint32(7)) * np.uint32(8) + (k & np.uint32(7))
-        words = philox((jnp.zeros_like(q + k) + ((k >> np.uint32(4)) ^ high), rest), low, tile.fast.product)
-        word = jnp.where((k & np.uint32(8)) > 0, *words)
-        word = jnp.where((q & np.uint32(8)) > 0, word << _HALF, word)  # its upper half counts
+        rest = q_group * np.uint32(64) + q * np.uint32(8) + k
+        words = philox((jnp.zeros_like(rest) + (k_group ^ high), rest), low, tile.fast.product)
+        word = jnp.where(k_bit > 0, *tile.fast.early(*words))
+        word = jnp.where(q_bit > 0, word << _HALF, word)  # its upper half counts
         return word >= np.uint32(self.dropped << 16)
 
 

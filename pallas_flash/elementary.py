@@ -38,6 +38,7 @@ class Elementary(NamedTuple):
         constant: x, without a derivative; the identity where nothing is differentiated.
         tanh: Hyperbolic tangent, differentiable.
         product: High and low word of a number times a uint32.
+        early: Its arguments, computed where they are written and not where they are used: under products, for example.
     """
 
     exp2: Callable[[Array], Array] = jnp.exp2
@@ -45,6 +46,7 @@ class Elementary(NamedTuple):
     constant: Callable[[Array], Array] = lax.stop_gradient
     tanh: Callable[[Array], Array] = jnp.tanh
     product: Callable[[int, Array], tuple[Array, Array]] = product
+    early: Callable[..., tuple[Array, ...]] = lambda *tiles: tiles
 
 
 PLAIN = Elementary()

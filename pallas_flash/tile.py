@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from pallas_flash.elementary import PLAIN, Elementary
@@ -36,6 +37,15 @@ class Tile(NamedTuple):
         """The tile of `block_q` queries from `q_start` and `block_k` keys from `k_start`."""
         q_axis = int(transposed)
         return cls(q_start + indices(block_q, q_axis), k_start + indices(block_k, 1 - q_axis))
+
+    def sixteens(self) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        """uint32, of queries and of keys: which 16 of them an index lies in, its three lowest bits, and its bit 3."""
+        q, k = (_in_sixteens(ids.astype(jnp.uint32)) for ids in (self.q_ids, self.k_ids))
+        return q, k
+
+
+def _in_sixteens(ids: Array) -> tuple[Array, ...]:
+    return ids >> np.uint32(4), ids & np.uint32(7), ids & np.uint32(8)
 
 
 EXAMPLE = 16

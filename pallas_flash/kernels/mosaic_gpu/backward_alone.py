@@ -45,7 +45,7 @@ DV = Gradient("flash_dv", by_query=False, of_scores=False)
 
 def flash_alone(
     q_ref, k_ref, v_ref, do_ref, vectors_ref, out_ref, *, q_ring: Ring, k_ring: Ring, v_ring: Ring, do_ring: Ring,
-    gradient: Gradient, problem: Problem, grid: Grid, blocks: MosaicBlocks,
+    words, gradient: Gradient, problem: Problem, grid: Grid, blocks: MosaicBlocks,
 ):  # fmt: skip
     """Kernel body: a tile of rows of one gradient. a·cᵀ are scores, b·dᵀ cotangents of probabilities; a and b stay."""
     by_query, of_scores = gradient.by_query, gradient.of_scores
@@ -109,7 +109,7 @@ def flash_alone(
                     plgpu.wgmma(d_weight, b[1].anew(w)[0], d[1].wait(u)[0].transpose((1, 0)))
                 turns.end(w)
                 at = first + w * GROUP_ROWS, seen.block(t) * columns
-                tile = pipeline.tile(scores.shape, (batch, query_head), *at, transposed=not by_query)
+                tile = pipeline.tile(scores.shape, (batch, query_head), *at, words.at[w], transposed=not by_query)
                 weigher = Weigher.at(problem, mask, tile, edge)
                 s = plgpu.wgmma_accumulator_load(scores, wait_n=len(d_weights))
                 lse2, delta = of_row or (pipeline.by_column(of_columns[0].at[n], s.shape) for n in range(2))
@@ -160,6 +160,7 @@ def alone(gradient: Gradient, problem: Problem, blocks: MosaicBlocks, tensors: t
         k_ring=ring(problem.H, not by_query, 2),
         v_ring=ring(problem.Hv, not by_query, blocks.num_stages),
         do_ring=ring(problem.Hv, by_query, blocks.num_stages),
+        words=pipeline.vectors(consumers, 4),
     )
     kernel = functools.partial(flash_alone, gradient=gradient)
     return launch.call(kernel, gradient.name, problem, grid, blocks, consumers, scratch, tensors, (out,))[0]

@@ -28,7 +28,7 @@ CONSUMERS = 2
 
 def flash_backward(
     q_ref, k_ref, v_ref, do_ref, vectors_ref, dq_ref, *counters_and_outputs, q_ring: Ring, do_ring: Ring, kv_ring: Ring,
-    dq_tiles, ds_tiles, problem: Problem, grid: Grid, blocks: MosaicBlocks,
+    dq_tiles, ds_tiles, words, problem: Problem, grid: Grid, blocks: MosaicBlocks,
 ):  # fmt: skip
     """Kernel body: dk and dv of one tile of keys, summed over a group of query heads; dq is added to `dq_ref`."""
     *counters, dk_ref, dv_ref = counters_and_outputs
@@ -90,7 +90,8 @@ def flash_backward(
             def weighed(scores, d_weights):
                 plgpu.wgmma(scores, k.at[own], q.transpose((1, 0)))
                 plgpu.wgmma(d_weights, v.at[own], do_ring.wait(u)[0].transpose((1, 0)))
-                tile = pipeline.tile(scores.shape, (b, head), first + w * GROUP_ROWS, seen.block(t) * block_q, True)
+                at = first + w * GROUP_ROWS, seen.block(t) * block_q
+                tile = pipeline.tile(scores.shape, (b, head), *at, words.at[w], transposed=True)
                 weigher = Weigher.at(problem, mask, tile, edge)
                 sT = plgpu.wgmma_accumulator_load(scores, wait_n=1)
                 lse2, delta = (pipeline.by_column(vectors.at[n], sT.shape) for n in range(2))
@@ -150,6 +151,7 @@ def together(problem: Problem, blocks: MosaicBlocks, tensors: tuple[Array, ...])
         kv_ring=Ring.of(1, CONSUMERS, *(pipeline.tiles(1, block_k, width, dtype=dtype) for width in (H, Hv))),
         dq_tiles=pipeline.tiles(CONSUMERS, rows.size, columns.size, dtype=jnp.float32),
         ds_tiles=pipeline.tiles(2, block_k, block_q, dtype=dtype),
+        words=pipeline.vectors(CONSUMERS, 4),
     )
     outputs = tuple(jax.ShapeDtypeStruct(x.shape, dtype) for x in tensors[1:3])
     dk, dv = launch.call(

@@ -74,7 +74,8 @@ def flash_forward(
                 if overlap:
                     plgpu.wgmma(acc, p, *v_ring.at(t - 1))
                 turns.end(w)
-                tile = pipeline.tile(scores.shape, (b, head), first + w * GROUP_ROWS, seen.block(t) * block_k)
+                at = first + w * GROUP_ROWS, seen.block(t) * block_k
+                tile = pipeline.tile(scores.shape, (b, head), *at, l_rows.at[w] if consumers < 3 else None)
                 weigher = Weigher.at(problem, mask, tile, edge)
                 s = plgpu.wgmma_accumulator_load(scores, wait_n=int(overlap))
                 k_ring.release(t)

@@ -5,6 +5,7 @@ group that fills rings of shared memory by TMA (the producer) and one to three t
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -216,6 +217,12 @@ def place(grid: Grid) -> tuple[Array, Array, Array]:
     return grid.at_number(lax.axis_index(BLOCK))
 
 
+def _ids(shape: tuple[int, int], axis: int, start) -> Array:
+    """Indices from `start` on, along an axis of a tile."""
+    vector = start + plgpu.broadcasted_iota(jnp.int32, (shape[axis],), 0, layout=(ROW, COLUMN)[axis])
+    return lax.broadcast_in_dim(vector, shape, [axis])
+
+
 class _Tile(Tile):
     """A tile whose indices are made when they are asked for: Mosaic searches long for a layout where nothing does."""
 
@@ -227,19 +234,21 @@ class _Tile(Tile):
     def k_ids(self) -> Array:
         return self[1]()
 
+    def sixteens(self) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        return self[0](ptx.sixteens), self[1](ptx.sixteens)
 
-def tile(shape: tuple[int, int], place: tuple[Any, Any], row, column, transposed: bool = False) -> Tile:
+
+def tile(shape: tuple[int, int], place: tuple[Any, Any], row, column, word=None, transposed: bool = False) -> Tile:
     """Indices of a tile of scores, which reads arrays where they are for it.
 
     `place` is its batch entry and query head, `row` and `column` are the indices of its first ones, of queries and
-    keys, or transposed.
+    keys, or transposed. With a `word` of shared memory, of this warp group, there are registers for what is computed early.
     """
     b, head = place
+    fast = FAST if word is None else FAST._replace(early=functools.partial(ptx.early, word))
 
-    def ids(axis: int) -> Array:
-        start, layout = (row, column)[axis], (ROW, COLUMN)[axis]
-        vector = start + plgpu.broadcasted_iota(jnp.int32, (shape[axis],), 0, layout=layout)
-        return lax.broadcast_in_dim(vector, shape, [axis])
+    def ids(axis: int, made: Callable = _ids) -> Any:
+        return made(shape, axis, (row, column)[axis])
 
     def read(ref) -> Array:
         B, N, *lengths = ref.shape
@@ -256,12 +265,14 @@ def tile(shape: tuple[int, int], place: tuple[Any, Any], row, column, transposed
         if not any(along):
             return part[...]
         if all(along):
-            return plgpu.load(part, layout=TILE, optimized=False)
+            values = plgpu.load(part, layout=TILE, optimized=False)
+            return fast.early(values)[0] if jnp.issubdtype(values.dtype, jnp.floating) else values
         axis = along.index(True)
         return lax.broadcast_in_dim(plgpu.load(part, layout=(ROW, COLUMN)[axis], optimized=False), shape, [axis])
 
     q_axis = int(transposed)
-    return _Tile(lambda: ids(q_axis), lambda: ids(1 - q_axis), b, head, read, FAST)
+    ids_of = [functools.partial(ids, axis) for axis in (q_axis, 1 - q_axis)]
+    return _Tile(*ids_of, b, head, read, fast)
 
 
 def row_vector(value: ArrayLike) -> Array:

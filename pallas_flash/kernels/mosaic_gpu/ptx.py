@@ -1,5 +1,6 @@
 """The few instructions that Mosaic has no name for, as inline PTX or MLIR. Each warp of a warp group executes them."""
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ from jax import Array
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, nvvm, vector
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 _FIRST_NAMED_BARRIER = 8
 """Mosaic itself uses the ones below."""
@@ -93,3 +94,66 @@ def _high_words(values, factor: int):
         high = llvm.call_intrinsic(by.type, "llvm.nvvm.mulhi.ui", [element, by], [], [])
         values = vector.insert(high, values, **at)
     return values
+
+
+def sixteens(shape: tuple[int, int], axis: int, start) -> tuple[Array, ...]:
+    """`Tile.sixteens` of the indices from `start` on, a multiple of 16, along an axis of a tile.
+
+    Written out by registers, so that LLVM sees which of a thread's are the same, as it does not of sums.
+    """
+    layout: Any = plgpu.Layout.WGMMA
+    tile = plgpu.ShapeDtypeStruct(shape, jnp.uint32, layout=layout)
+
+    @_inline(arg_types=(_SCALAR,), return_type=(tile, tile, tile))
+    def written(_, start):
+        tiled, word = layout.to_mgpu(), ir.IntegerType.get_signless(32)
+        strides = tiled.tiling.tile_strides((shape[1], 1))
+
+        def c(n: int):
+            return mgpu.utils.c(n, word)
+
+        thread = arith.remui(mgpu.utils.thread_idx(), c(128))
+        lane, warp = arith.remui(thread, c(32)), arith.divui(thread, c(32))
+        group = arith.divui(start.registers.item(), c(16))
+        arrays = [np.empty(tiled.registers_shape(shape), object) for _ in range(3)]
+        for at in np.ndindex(arrays[0].shape):
+            offset = divmod(sum(i * stride for i, stride in zip(at, strides, strict=False)), shape[1])[axis]
+            if axis == 0:
+                low = [arith.divui(lane, c(4))] * 2
+                of_register = arith.addi(arith.addi(group, warp), c(offset // 16))
+            else:
+                even = arith.muli(arith.remui(lane, c(4)), c(2))
+                low, of_register = [even, arith.addi(even, c(1))], arith.addi(group, c(offset // 16))
+            for array, pair in zip(arrays, ([of_register] * 2, low, [c(offset & 8)] * 2), strict=True):
+                array[at] = vector.from_elements(ir.VectorType.get((2,), word), pair)
+        return [mgpu.FragmentedArray(_registers=x, _layout=tiled, _is_signed=False) for x in arrays]
+
+    return written(start)
+
+
+def early(scratch, *tiles: Array) -> tuple[Array, ...]:
+    """The tiles, not later than here: something of all their bits is stored, to a word of shared memory.
+
+    ptxas moves a wait for products above all that does not depend on them; it does not move it above a store.
+    """
+
+    @_inline(arg_types=(plgpu.RefType(), *[plgpu.Layout.WGMMA] * len(tiles)))
+    def store(_, scratch, *tiles):
+        bits = [_bits(values) for tile in tiles for values in tile.registers.flat]
+        mixed = functools.reduce(arith.xori, bits)
+        address = mgpu.utils.memref_ptr(scratch)
+        mgpu.utils.inline_ptx("st.volatile.shared.b32 [$0], $1;", address, mixed, has_side_effects=True)
+
+    store(scratch, *tiles)
+    return tiles
+
+
+def _bits(values):
+    """32 bits of a register of several values, in which each of them has a share."""
+    word = ir.IntegerType.get_signless(32)
+    size = mgpu.utils.bitwidth(values.type.element_type) * values.type.shape[0]
+    bits = llvm.bitcast(ir.IntegerType.get_signless(size), values)
+    if size <= 32:
+        return bits if size == 32 else arith.extui(word, bits)
+    high = arith.shrui(bits, mgpu.utils.c(32, bits.type))
+    return arith.xori(arith.trunci(word, bits), arith.trunci(word, high))
