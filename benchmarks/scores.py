@@ -1,4 +1,4 @@
-"""What do bias, slopes, soft cap, sinks, functions and dropout cost? Beside the plain call: `python -m benchmarks.scores`."""
+"""What do bias, soft cap, dropout and the like cost? Beside the plain call: `python -m benchmarks.scores --help`."""
 
 import argparse
 import dataclasses

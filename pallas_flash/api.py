@@ -162,7 +162,7 @@ def flash_attention(  # pyright: ignore[reportInconsistentOverload]  (the keywor
         dropout_rate: Chance of each probability to be dropped, 0 <= rate < 1, a Python number; the kept ones are
             divided by 1 - rate. The residual is that without dropout.
         dropout_key: A key of `jax.random`, needed if the rate is not 0. What is dropped follows from it and from batch
-            entry, head, query and key index, whatever the implementation (`dropout_mask`); another key never recompiles.
+            entry, head, query and key index, on every implementation (`dropout_mask`); another key never recompiles.
         deterministic: Whether gradients must be bitwise reproducible. Outputs always are, gradients are by default
             except from "mosaic_gpu" with head dims up to 128, which is faster for it. `--xla_gpu_deterministic_ops` in
             XLA_FLAGS asks for it too.

@@ -68,7 +68,7 @@ def philox(
 
 
 def dropper(dropout: Dropout | None, tile: Tile) -> Callable[[Array], Array]:
-    """Of probabilities, or their cotangents: 0 where they are dropped, the rest times the gain. None: all as they are."""
+    """Of probabilities, or their cotangents: 0 where they are dropped, the rest times the gain; None: as they are."""
     if dropout is None:
         return lambda x: x
     keep, gain = dropout.keep(tile), 1 / (1 - dropout.dropped / 2**16)

@@ -28,7 +28,7 @@ class Term:
 
     Attributes:
         function: `function(score, tile, *operands)`: float32, the shape of `score`.
-        operands: Arrays [B or 1, N or 1, T or 1, S or 1], which the function gets the tile's part of; floats as float32.
+        operands: Arrays [B or 1, N or 1, T or 1, S or 1], which the function gets the tile's part of, in float32.
         booleans: Which of them are bool, or stand for it.
     """
 

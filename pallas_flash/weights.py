@@ -1,4 +1,4 @@
-"""How do scores become weights, and cotangents of weights those of scores? Mask, score and dropout together, for a tile."""
+"""How do scores become weights, and cotangents return? Mask, score and dropout of a tile together."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from pallas_flash.tile import Tile
 
 
 class Weigher(NamedTuple):
-    """What happens to the scores of one tile; made before the scores are there, so that it can be computed under products.
+    """What happens to the scores of one tile; made before they are there, so that it is computed under products.
 
     Attributes:
         score: The terms of the logits; None: there are none.
@@ -35,9 +35,7 @@ class Weigher(NamedTuple):
     def at(cls, problem: Problem, mask: Mask, tile: Tile, edge: bool) -> "Weigher":
         """For a tile, of which some scores may not count if it is an `edge`."""
         score = problem.score.at(tile) if problem.score.terms else None
-        return cls(
-            score, mask.keep(tile) if edge else None, dropper(problem.dropout, tile), edge and mask.reads, tile
-        )
+        return cls(score, mask.keep(tile) if edge else None, dropper(problem.dropout, tile), edge and mask.reads, tile)
 
     def logits(self, s: Array, c: ArrayLike) -> tuple[Array, ArrayLike, Callable[[Array], Array]]:
         """Logits, -inf where they do not count, as scores of which some factor times is base 2.

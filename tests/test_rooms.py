@@ -12,7 +12,6 @@ LIBRARY = "pallas_flash"
 
 TRITON = [
     "cells",
-    "dropout",
     "kernels.clean",
     "kernels.grid",
     "kernels.triton.launch",
@@ -21,17 +20,19 @@ TRITON = [
     "plan",
     "problem",
     "softmax",
+    "weights",
 ]
 MOSAIC = [
     "cells",
-    "dropout",
     "kernels.grid",
     "kernels.mosaic_gpu.launch",
     "kernels.mosaic_gpu.pipeline",
+    "kernels.mosaic_gpu.where",
     "lists",
     "plan",
     "problem",
     "softmax",
+    "weights",
 ]
 MAY_IMPORT = {
     "elementary": [],
@@ -45,10 +46,12 @@ MAY_IMPORT = {
     "dropout": ["elementary", "tile"],
     "modifiers": [],
     "arguments": ["modifiers"],
+    "position": ["arguments"],
     "logits": ["arguments", "dropout", "modifiers", "score", "tile"],
     "plan": [],
     "problem": ["arguments", "cells", "logits", "masks", "modifiers", "patterns", "plan", "survey"],
     "lists": ["cells", "masks", "patterns", "problem"],
+    "weights": ["dropout", "masks", "problem", "score", "softmax", "tile"],
     "xla": ["cells", "dropout", "lists", "masks", "patterns", "softmax", "problem", "tile"],
     "kernels": [],
     "kernels.clean": ["lists", "problem"],
@@ -77,15 +80,8 @@ MAY_IMPORT = {
     "kernels.mosaic_gpu.ptx": [],
     "kernels.mosaic_gpu.primitives": ["masks", "patterns", "problem", "score", "tile"],
     "kernels.mosaic_gpu.operands": ["kernels.device", "kernels.mosaic_gpu.primitives", "plan", "problem", "softmax"],
-    "kernels.mosaic_gpu.pipeline": [
-        "elementary",
-        "kernels.mosaic_gpu.ptx",
-        "kernels.grid",
-        "lists",
-        "masks",
-        "problem",
-        "tile",
-    ],
+    "kernels.mosaic_gpu.pipeline": ["kernels.mosaic_gpu.ptx", "kernels.grid", "lists", "masks", "problem"],
+    "kernels.mosaic_gpu.where": ["elementary", "kernels.mosaic_gpu.pipeline", "kernels.mosaic_gpu.ptx", "tile"],
     "kernels.mosaic_gpu.launch": ["kernels.grid", "kernels.mosaic_gpu.pipeline", "lists", "masks", "plan", "problem"],
     "kernels.mosaic_gpu.forward": [*MOSAIC, "kernels.clean", "kernels.mosaic_gpu.operands"],
     "kernels.mosaic_gpu.backward_together": MOSAIC,
@@ -106,10 +102,10 @@ MAY_IMPORT = {
     ],
     "dispatch": ["plan", "problem"],
     "vjp": ["dispatch", "problem", "softmax"],
-    "api": ["arguments", "dispatch", "modifiers", "plan", "problem", "survey", "vjp"],
+    "api": ["arguments", "dispatch", "logits", "modifiers", "plan", "problem", "survey", "tile", "vjp"],
     "varlen": ["arguments", "dispatch", "modifiers", "patterns", "problem", "vjp"],
     "testing": ["", "api", "softmax"],
-    "": ["api", "dispatch", "modifiers", "plan", "softmax", "survey", "varlen", "vjp"],
+    "": ["api", "dispatch", "modifiers", "plan", "position", "softmax", "survey", "varlen", "vjp"],
 }
 """Room → rooms whose modules it may import; "" is the package itself, its public names. A file without a row fails."""
 
@@ -124,6 +120,7 @@ INTERNALS = {
         PIPELINE,
         "kernels.mosaic_gpu.launch",
         PTX,
+        "kernels.mosaic_gpu.where",
         "kernels.mosaic_gpu.forward",
         "kernels.mosaic_gpu.backward_together",
         "kernels.mosaic_gpu.backward_alone",

@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 from pallas_flash import lists, softmax
 from pallas_flash.cells import Span
 from pallas_flash.kernels.grid import Grid
-from pallas_flash.kernels.mosaic_gpu import launch, pipeline
-from pallas_flash.kernels.mosaic_gpu.pipeline import FAST, GROUP_ROWS, Ring
+from pallas_flash.kernels.mosaic_gpu import launch, pipeline, where
+from pallas_flash.kernels.mosaic_gpu.pipeline import GROUP_ROWS, Ring
 from pallas_flash.plan import MosaicBlocks
 from pallas_flash.problem import Problem
 from pallas_flash.weights import Weigher
@@ -109,7 +109,7 @@ def flash_alone(
                     plgpu.wgmma(d_weight, b[1].anew(w)[0], d[1].wait(u)[0].transpose((1, 0)))
                 turns.end(w)
                 at = first + w * GROUP_ROWS, seen.block(t) * columns
-                tile = pipeline.tile(scores.shape, (batch, query_head), *at, words.at[w], transposed=not by_query)
+                tile = where.tile(scores.shape, (batch, query_head), *at, words.at[w], transposed=not by_query)
                 weigher = Weigher.at(problem, mask, tile, edge)
                 s = plgpu.wgmma_accumulator_load(scores, wait_n=len(d_weights))
                 lse2, delta = of_row or (pipeline.by_column(of_columns[0].at[n], s.shape) for n in range(2))

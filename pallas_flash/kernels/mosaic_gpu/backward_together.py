@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 from pallas_flash import lists, softmax
 from pallas_flash.cells import Span
 from pallas_flash.kernels.grid import Grid
-from pallas_flash.kernels.mosaic_gpu import launch, pipeline
-from pallas_flash.kernels.mosaic_gpu.pipeline import FAST, GROUP_ROWS, Ring
+from pallas_flash.kernels.mosaic_gpu import launch, pipeline, where
+from pallas_flash.kernels.mosaic_gpu.pipeline import GROUP_ROWS, Ring
 from pallas_flash.plan import MosaicBlocks
 from pallas_flash.problem import Problem
 from pallas_flash.weights import Weigher
@@ -91,7 +91,7 @@ def flash_backward(
                 plgpu.wgmma(scores, k.at[own], q.transpose((1, 0)))
                 plgpu.wgmma(d_weights, v.at[own], do_ring.wait(u)[0].transpose((1, 0)))
                 at = first + w * GROUP_ROWS, seen.block(t) * block_q
-                tile = pipeline.tile(scores.shape, (b, head), *at, words.at[w], transposed=True)
+                tile = where.tile(scores.shape, (b, head), *at, words.at[w], transposed=True)
                 weigher = Weigher.at(problem, mask, tile, edge)
                 sT = plgpu.wgmma_accumulator_load(scores, wait_n=1)
                 lse2, delta = (pipeline.by_column(vectors.at[n], sT.shape) for n in range(2))

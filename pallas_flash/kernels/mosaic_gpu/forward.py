@@ -16,8 +16,8 @@ from pallas_flash import lists, softmax
 from pallas_flash.cells import Span
 from pallas_flash.kernels import clean
 from pallas_flash.kernels.grid import Grid
-from pallas_flash.kernels.mosaic_gpu import launch, operands, pipeline
-from pallas_flash.kernels.mosaic_gpu.pipeline import FAST, GROUP_ROWS, Ring
+from pallas_flash.kernels.mosaic_gpu import launch, operands, pipeline, where
+from pallas_flash.kernels.mosaic_gpu.pipeline import GROUP_ROWS, Ring
 from pallas_flash.plan import MosaicBlocks
 from pallas_flash.problem import Problem
 from pallas_flash.weights import Weigher
@@ -58,7 +58,7 @@ def flash_forward(
         run = pipeline.accumulate(lambda acc: attend(w, q, acc), (GROUP_ROWS, problem.Hv))
         turns.close(w)
         sink = None if problem.sinks is None else pipeline.row_vector(problem.sinks[0, head, 0, 0])
-        o, lse = softmax.finish(run, sink, FAST)
+        o, lse = softmax.finish(run, sink, where.FAST)
         o_tile = q if o_tiles is None else o_tiles.at[w]
         o = o.astype(problem.dtype)
         pipeline.send((o, o_tile, o_ref.at[b, rows(w), head]), (lse, l_rows.at[w], lse_ref.at[b, head, rows(w)]))
@@ -75,12 +75,12 @@ def flash_forward(
                     plgpu.wgmma(acc, p, *v_ring.at(t - 1))
                 turns.end(w)
                 at = first + w * GROUP_ROWS, seen.block(t) * block_k
-                tile = pipeline.tile(scores.shape, (b, head), *at, l_rows.at[w] if consumers < 3 else None)
+                tile = where.tile(scores.shape, (b, head), *at, l_rows.at[w] if consumers < 3 else None)
                 weigher = Weigher.at(problem, mask, tile, edge)
                 s = plgpu.wgmma_accumulator_load(scores, wait_n=int(overlap))
                 k_ring.release(t)
                 s, factor, _ = weigher.logits(s, c)
-                *state, weights, alpha = softmax.advance(m, l, s, factor, FAST)
+                *state, weights, alpha = softmax.advance(m, l, s, factor, where.FAST)
                 return *state, weigher.drop(weights), alpha
 
             m, l, p, alpha = pipeline.accumulate(scored, (GROUP_ROWS, block_k))  # noqa: E741

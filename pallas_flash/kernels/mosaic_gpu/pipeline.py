@@ -5,7 +5,6 @@ group that fills rings of shared memory by TMA (the producer) and one to three t
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,13 +15,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import ArrayLike
 
-from pallas_flash.elementary import Elementary, differentiable
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.kernels.mosaic_gpu import ptx
 from pallas_flash.lists import Listed
 from pallas_flash.masks import Mask
 from pallas_flash.problem import Problem
-from pallas_flash.tile import Tile
 
 GROUP_ROWS = 64
 """Rows of a tile that one consumer holds: what one wgmma instruction computes."""
@@ -30,8 +27,6 @@ TILE = plgpu.Layout.WGMMA
 ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)
 REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
 """Registers per thread of a consumer and of the producer, by the number of consumers; of 65,536 in all."""
-FAST = Elementary(constant=lambda x: x, tanh=differentiable(jnp.tanh), product=ptx.product)
-"""The plain functions: with `approx_math` they become the GPU's, fused."""
 BLOCK, GROUP = "flash_block", "flash_group"
 """Names of the axes over thread blocks and over their warp groups."""
 
@@ -215,64 +210,6 @@ def of_each_step(heads: tuple[Any, int], visit: Callable, step: Callable[..., No
 def place(grid: Grid) -> tuple[Array, Array, Array]:
     """Batch entry, head and tile of rows of this thread block."""
     return grid.at_number(lax.axis_index(BLOCK))
-
-
-def _ids(shape: tuple[int, int], axis: int, start) -> Array:
-    """Indices from `start` on, along an axis of a tile."""
-    vector = start + plgpu.broadcasted_iota(jnp.int32, (shape[axis],), 0, layout=(ROW, COLUMN)[axis])
-    return lax.broadcast_in_dim(vector, shape, [axis])
-
-
-class _Tile(Tile):
-    """A tile whose indices are made when they are asked for: Mosaic searches long for a layout where nothing does."""
-
-    @property
-    def q_ids(self) -> Array:
-        return self[0]()
-
-    @property
-    def k_ids(self) -> Array:
-        return self[1]()
-
-    def sixteens(self) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        return self[0](ptx.sixteens), self[1](ptx.sixteens)
-
-
-def tile(shape: tuple[int, int], place: tuple[Any, Any], row, column, word=None, transposed: bool = False) -> Tile:
-    """Indices of a tile of scores, which reads arrays where they are for it.
-
-    `place` is its batch entry and query head, `row` and `column` are the indices of its first ones, of queries and
-    keys, or transposed. With a `word` of shared memory, of this warp group, there are registers for what is computed early.
-    """
-    b, head = place
-    fast = FAST if word is None else FAST._replace(early=functools.partial(ptx.early, word))
-
-    def ids(axis: int, made: Callable = _ids) -> Any:
-        return made(shape, axis, (row, column)[axis])
-
-    def read(ref) -> Array:
-        B, N, *lengths = ref.shape
-        vector = 1 in lengths
-        if transposed and vector:  # arrays over both come with keys before queries
-            lengths.reverse()
-        along = [n > 1 for n in lengths]
-        slices = [
-            pl.ds(first, n) if is_along else 0 for first, n, is_along in zip((row, column), shape, along, strict=True)
-        ]
-        if transposed and vector:
-            slices.reverse()
-        part = ref.at[b if B > 1 else 0, head if N > 1 else 0, *slices]
-        if not any(along):
-            return part[...]
-        if all(along):
-            values = plgpu.load(part, layout=TILE, optimized=False)
-            return fast.early(values)[0] if jnp.issubdtype(values.dtype, jnp.floating) else values
-        axis = along.index(True)
-        return lax.broadcast_in_dim(plgpu.load(part, layout=(ROW, COLUMN)[axis], optimized=False), shape, [axis])
-
-    q_axis = int(transposed)
-    ids_of = [functools.partial(ids, axis) for axis in (q_axis, 1 - q_axis)]
-    return _Tile(*ids_of, b, head, read, fast)
 
 
 def row_vector(value: ArrayLike) -> Array:

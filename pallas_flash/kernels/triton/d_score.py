@@ -1,8 +1,9 @@
 """How tiles move for the gradients of what scores depend on: bias, slopes and the operands of users' functions.
 
-A kernel for each operand, which recomputes scores and their cotangents and sums what the operand shares (eq. 33): over keys
-if it has no axis of theirs, over queries if it has none of theirs, and if it has both, over batch entries and heads. No
-program adds to what another computes, so that the sums are reproducible; XLA sums what is left, vectors over queries or keys.
+A kernel for each operand, which recomputes scores and their cotangents and sums what the operand shares (eq. 33): over
+keys if it has no axis of theirs, over queries if it has none of theirs, and if it has both, over batch entries and
+heads. No program adds to what another computes, so that the sums are reproducible; XLA sums what is left, vectors over
+queries or keys.
 """
 
 import dataclasses
