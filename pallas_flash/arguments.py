@@ -14,7 +14,7 @@ FAR = 2**29
 
 
 def array(name: str, x: Any, kind: str = "") -> Array:
-    """`x` as JAX sees it (float64 is float32 unless x64 is enabled), of a `kind` of dtype: "boolean", "integer", …"""
+    """`x` as JAX sees it (float64 is float32 unless x64 is enabled), of any dtype or of a `kind`: "boolean", "floating"."""
     try:
         x = jnp.asarray(x)
     except (TypeError, ValueError) as error:

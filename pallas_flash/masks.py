@@ -117,6 +117,8 @@ class Band(Mask):
 
     def keep(self, tile: Tile) -> Array | None:
         lo, hi = self._edges
+        if lo is None and hi is None:
+            return None
         distance = tile.k_ids - tile.q_ids
         above = None if lo is None else distance >= lo
         below = None if hi is None else distance <= hi

@@ -70,7 +70,8 @@ def tile(shape: tuple[int, int], place: tuple[Any, Any], row, column, word=None,
             values = plgpu.load(part, layout=TILE, optimized=False)
             return fast.early(values)[0] if jnp.issubdtype(values.dtype, jnp.floating) else values
         axis = along.index(True)
-        return lax.broadcast_in_dim(plgpu.load(part, layout=(ROW, COLUMN)[axis], optimized=False), shape, [axis])
+        vector = plgpu.load(part, layout=(ROW, COLUMN)[axis], optimized=False)
+        return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, [axis]), TILE)
 
     q_axis = int(transposed)
     ids_of = [functools.partial(ids, axis) for axis in (q_axis, 1 - q_axis)]
