@@ -14,7 +14,7 @@ FAR = 2**29
 
 
 def array(name: str, x: Any, kind: str = "") -> Array:
-    """`x` as JAX sees it (float64 is float32 unless x64 is enabled), of any dtype or of a `kind`: "boolean", "floating"."""
+    """`x` as JAX sees it (float64 is float32 unless x64 is enabled); of a `kind` like "floating", or of any dtype."""
     try:
         x = jnp.asarray(x)
     except (TypeError, ValueError) as error:

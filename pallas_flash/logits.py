@@ -27,10 +27,11 @@ def score(
     if bias is not None:
         terms.append(Term(add_bias, (floating("bias", bias, "BNTS"),)))
     if slopes is not None:
-        moved = query_offset if isinstance(query_offset, int | np.integer) else None
-        offset = () if moved is not None else (per_batch("query_offset", query_offset, batch).reshape(-1, 1, 1, 1),)
-        shift = max(-FAR, min(int(moved or 0), FAR))
-        terms.append(Term(Alibi(shift), (floating("alibi_slopes", slopes, "BN"), *offset)))
+        is_static = isinstance(query_offset, int | np.integer)
+        shift = max(-FAR, min(int(query_offset), FAR)) if is_static else 0
+        offset = None if is_static else per_batch("query_offset", query_offset, batch)
+        moves = () if offset is None else (offset.reshape(-1, 1, 1, 1),)
+        terms.append(Term(Alibi(shift), (floating("alibi_slopes", slopes, "BN"), *moves)))
     if soft_cap is not None:
         is_number = isinstance(soft_cap, int | float | np.floating | np.integer) and not isinstance(soft_cap, bool)
         if not is_number or not 0 < soft_cap < math.inf:

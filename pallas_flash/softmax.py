@@ -99,7 +99,7 @@ def update(run: Running, s: Array, c: ArrayLike, weigh: Callable[[Array], Array]
     return Running(m, l, run.acc * by_row(alpha, run.acc) + weigh(p))  # eq. 9
 
 
-def finish(run: Running, sink: ArrayLike | None = None, fast: Elementary = PLAIN) -> tuple[Array, Array]:
+def finish(run: Running, sink: Array | None = None, fast: Elementary = PLAIN) -> tuple[Array, Array]:
     """Output [..., rows, Hv] and natural log-sum-exp [..., rows] (eq. 10); 0 and -inf for a row that kept nothing.
 
     `sink` is a logit that joins the denominator of rows that kept something (eq. 30).

@@ -64,7 +64,7 @@ _recomputing.defvjp(_forward, _backward)
 @jax.custom_vjp
 def _gradients(problem: Problem, *tensors):
     implementation = dispatch.chosen(problem)
-    assert implementation.backward is not None
+    assert implementation.backward is not None and implementation.d_score is not None
     d_score = jax.tree.map(_zero, problem.score)
     if any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(problem.score)):
         d_score = implementation.d_score(

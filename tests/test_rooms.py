@@ -264,7 +264,8 @@ def test_only_the_pipeline_synchronises(name):
         assert not SYNCHRONISATION & set(words(FILES[name]))
         used = attributes(FILES[name], "mosaic_gpu")
         launches = {"kernel", "CompilerParams"} if name == "kernels.mosaic_gpu.launch" else set()
-        assert all(attribute.startswith("wgmma") for attribute in used - launches)
+        reads = {"broadcasted_iota", "load", "layout_cast"} if name == "kernels.mosaic_gpu.where" else set()
+        assert all(attribute.startswith("wgmma") for attribute in used - launches - reads)
 
 
 @every_room

@@ -80,7 +80,7 @@ def flash_backward(
         pipeline.send((dk, k.at[own], dk_ref.at[b, rows, kv_head]), (dv, v.at[own], dv_ref.at[b, rows, kv_head]))
 
     def stream(w: int, dk, dv) -> tuple[Array, Array]:
-        own = pl.ds(w * GROUP_ROWS, GROUP_ROWS)
+        own, own_first = pl.ds(w * GROUP_ROWS, GROUP_ROWS), first + w * GROUP_ROWS
         dq_rows, dq_columns = _part(problem, block_q, w)
 
         def step(t, edge: bool, turn, head, seen):
@@ -90,8 +90,7 @@ def flash_backward(
             def weighed(scores, d_weights):
                 plgpu.wgmma(scores, k.at[own], q.transpose((1, 0)))
                 plgpu.wgmma(d_weights, v.at[own], do_ring.wait(u)[0].transpose((1, 0)))
-                at = first + w * GROUP_ROWS, seen.block(t) * block_q
-                tile = where.tile(scores.shape, (b, head), *at, words.at[w], transposed=True)
+                tile = where.tile(scores.shape, (b, head), own_first, seen.block(t) * block_q, words.at[w], True)
                 weigher = Weigher.at(problem, mask, tile, edge)
                 sT = plgpu.wgmma_accumulator_load(scores, wait_n=1)
                 lse2, delta = (pipeline.by_column(vectors.at[n], sT.shape) for n in range(2))

@@ -25,32 +25,38 @@ def _ids(shape: tuple[int, int], axis: int, start) -> Array:
 
 
 class _Tile(Tile):
-    """A tile whose indices are made when they are asked for: Mosaic searches long for a layout where nothing does."""
+    """A tile whose indices are made when they are asked for: Mosaic searches long for a layout where nothing does.
+
+    What is stored in their place are functions, of how they are made.
+    """
 
     @property
-    def q_ids(self) -> Array:
-        return self[0]()
+    def q_ids(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._made(0, _ids)
 
     @property
-    def k_ids(self) -> Array:
-        return self[1]()
+    def k_ids(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._made(1, _ids)
 
     def sixteens(self) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        return self[0](ptx.sixteens), self[1](ptx.sixteens)
+        return self._made(0, ptx.sixteens), self._made(1, ptx.sixteens)
+
+    def _made(self, axis: int, how: Callable) -> Any:
+        make: Any = self[axis]
+        return make(how)
 
 
 def tile(shape: tuple[int, int], place: tuple[Any, Any], row, column, word=None, transposed: bool = False) -> Tile:
     """Indices of a tile of scores, which reads arrays where they are for it.
 
     `place` is its batch entry and query head, `row` and `column` are the indices of its first ones, of queries and
-    keys, or transposed. With a `word` of shared memory, this warp group's, it has
-    registers for what is computed early.
+    keys, or transposed. With a `word` of shared memory, this warp group's, it has registers for what is computed early.
     """
     b, head = place
     fast = FAST if word is None else FAST._replace(early=functools.partial(ptx.early, word))
 
-    def ids(axis: int, made: Callable = _ids) -> Any:
-        return made(shape, axis, (row, column)[axis])
+    def along_axis(axis: int) -> Any:
+        return lambda how: how(shape, axis, (row, column)[axis])
 
     def read(ref) -> Array:
         B, N, *lengths = ref.shape
@@ -74,5 +80,4 @@ def tile(shape: tuple[int, int], place: tuple[Any, Any], row, column, word=None,
         return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, [axis]), TILE)
 
     q_axis = int(transposed)
-    ids_of = [functools.partial(ids, axis) for axis in (q_axis, 1 - q_axis)]
-    return _Tile(*ids_of, b, head, read, fast)
+    return _Tile(along_axis(q_axis), along_axis(1 - q_axis), b, head, read, fast)

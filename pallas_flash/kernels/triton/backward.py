@@ -42,8 +42,8 @@ def flash_dq(
         k = layouts.k.load(k_ref, j * block_k, inside)
         v = layouts.v.load(v_ref, j * block_k, inside)
         tile = launch.tile(problem, blocks, b, head, first, j * block_k)
-        weigher = Weigher.at(problem, mask, tile, edge)
-        _, d_score = weigher.recompute(launch.dot(problem, q, k, trans_b=True), c, lse2)
+        s = launch.dot(problem, q, k, trans_b=True)
+        _, d_score = Weigher.at(problem, mask, tile, edge).recompute(s, c, lse2)
         ds = d_score(launch.dot(problem, do, v, trans_b=True), delta)
         return dq + launch.dot(problem, ds.astype(k.dtype), k)  # eq. 17
 
@@ -76,8 +76,8 @@ def flash_dkv(
         lse2 = layouts.row.load(lse2_ref, i * block_q, inside, g)[None, :]
         delta = layouts.row.load(delta_ref, i * block_q, inside, g)[None, :]
         tile = launch.tile(problem, blocks, b, head, i * block_q, first, transposed=True)
-        weigher = Weigher.at(problem, mask, tile, edge)
-        pT, d_score = weigher.recompute(launch.dot(problem, k, q, trans_b=True), c, lse2)
+        sT = launch.dot(problem, k, q, trans_b=True)
+        pT, d_score = Weigher.at(problem, mask, tile, edge).recompute(sT, c, lse2)
         dv = dv + launch.dot(problem, pT.astype(do.dtype), do)  # eq. 13
         dsT = d_score(launch.dot(problem, v, do, trans_b=True), delta)
         return dk + launch.dot(problem, dsT.astype(q.dtype), q), dv  # eq. 18

@@ -6,7 +6,7 @@ The kernel bodies beside this file are plain jnp on tiles, written against what 
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import jax
@@ -257,7 +257,7 @@ Output = tuple[jax.ShapeDtypeStruct, Sequence | Whole]
 
 def call(
     kernel: Callable, name: str, problem: Problem, grid: Grid, blocks: Blocks, operands: list[Operand],
-    outputs: list[Output], whole: bool = False,
+    outputs: Collection[Output], whole: bool = False,
 ):  # fmt: skip
     """Launches `kernel(*operand_refs, *output_refs, problem=, grid=, blocks=)`.
 
