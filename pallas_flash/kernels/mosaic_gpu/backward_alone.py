@@ -99,8 +99,7 @@ def flash_alone(
     def stream(w: int, of_rows, total) -> Array:
         of_row = [pipeline.by_row(of_rows[0].at[n], (GROUP_ROWS, columns)) for n in range(2)] if of_rows else None
 
-        def step(t, edge: bool, turn, query_head, seen):
-            u = turn + t
+        def step(t, edge: bool, u, query_head, seen):
             a_tile, (c_tile, *of_columns) = a[1].anew(w)[0], c[1].wait(u)
 
             def weighed(scores, *d_weights):

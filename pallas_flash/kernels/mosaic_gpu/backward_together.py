@@ -83,8 +83,7 @@ def flash_backward(
         own, own_first = pl.ds(w * GROUP_ROWS, GROUP_ROWS), first + w * GROUP_ROWS
         dq_rows, dq_columns = _part(problem, block_q, w)
 
-        def step(t, edge: bool, turn, head, seen):
-            u = turn + t
+        def step(t, edge: bool, u, head, seen):
             (k, v), (q, vectors) = kv_ring.anew(0), q_ring.wait(u)
 
             def weighed(scores, d_weights):

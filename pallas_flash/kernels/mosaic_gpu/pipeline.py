@@ -197,11 +197,11 @@ def of_each_block(heads: tuple[Any, int], visit: Callable, job: Callable[[Any, A
 
 
 def of_each_step(heads: tuple[Any, int], visit: Callable, step: Callable[..., None]) -> None:
-    """`step(t, edge, turn of the first, head, visit(head))` for each of the query heads and of its blocks."""
+    """`step(t, edge, turn, head, visit(head))` for each of the query heads and of its blocks."""
 
     def walk(head, turn):
         seen = visit(head)
-        seen.walk_by_turn(lambda t, _, edge: step(t, edge, turn, head, seen), None)
+        seen.walk_by_turn(lambda t, _, edge: step(t, edge, turn + t, head, seen), None)
         return turn + seen.steps
 
     _of_each_head(heads, walk)
