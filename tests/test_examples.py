@@ -1,8 +1,10 @@
-"""What is shown to readers runs: the smallest example, and the code blocks of the README."""
+"""What is shown to readers runs: the smallest example, and the code blocks of README and docs."""
 
 import pathlib
 import re
 import runpy
+
+import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -13,9 +15,10 @@ def test_minimal_flash(capsys):
     assert "causal" in capsys.readouterr().out
 
 
-def test_readme():
-    """The Python blocks, one after the other in one namespace."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+@pytest.mark.parametrize("page", ["README.md", "docs/scores.md"])
+def test_code_blocks(page):
+    """The Python blocks, one after the other in one namespace; what they assert holds."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     namespace: dict = {}
     for block in blocks:
         exec(block, namespace)

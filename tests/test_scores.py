@@ -106,7 +106,9 @@ def times(score, tile, operand):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"logits_soft_cap": 1.0}, {"score_modifiers": (lambda s, tile: s + 1,)}], ids=str
+    "options",
+    [{}, {"logits_soft_cap": 1.0}, {"score_modifiers": (lambda s, tile: s + 1,)}],
+    ids=["alone", "soft_cap", "function"],
 )
 @every_implementation
 def test_minus_infinity_is_a_mask(implementation, options):
