@@ -126,7 +126,10 @@ def expected(case: Case, precision: str | None) -> dict[str, Expected]:
             found[name] = Expected(ref, limit + by_tanh, np.inf)
             continue
         coarser = max(dtype, case.dtype, key=lambda dtype: jnp.finfo(dtype).eps)
-        limit = tolerance(max(error(other, ref), error(with_delta, ref)), ref, coarser, largest)
+        # With one key, dp and the output's part of delta cancel, so that what is left is rounded as they are, terms of
+        # about 1 to 4: one_token in float32 is off by 7.2e-7 where the dense computation is by 2.4e-7 (jax 0.12).
+        size = np.append(ref, 1.0) if case.S == 1 and name in ("dq", "dk") else ref
+        limit = tolerance(max(error(other, ref), error(with_delta, ref)), size, coarser, largest)
         # Eight times the rule for dq and dk: their terms cancel, so that the worst rows of two right computations
         # differ by chance. Measured up to 4.4 times the rule; a row that is missing is off by 1.
         by_row = tolerance(row_error(other, ref), np.ones(1), coarser, largest)

@@ -188,13 +188,13 @@ def test_mosaic_kernels_lower(name, options):
 @pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
 @pytest.mark.parametrize("name", ["bias_full_bf16", "bias_of_keys_h256_fp16", "alibi_h128_bf16"])
 def test_gradients_not_asked_for_are_dropped(name, implementation):
-    """By XLA: their kernels say of no side effect, and no result depends on them unless they are asked for."""
+    """By JAX or XLA: their kernels say of no side effect, and no result depends on them unless they are asked for."""
     case = next(case for case in LARGE if case.name == name)
     for arrays in ([], further(case)):
         with on("H200"):
             module = lowered(with_gradients(case, implementation=implementation), *shapes(case), *arrays).compiler_ir()
         calls = [op for op in _operations(module) if re.search(r"flash_d_(rows|columns|cells)", str(op))]
-        assert calls and all("has_side_effect" not in str(op) for op in calls)
+        assert (calls or not arrays) and all("has_side_effect" not in str(op) for op in calls)
         assert [_is_returned(op) for op in calls] == [bool(arrays)] * len(calls)
 
 

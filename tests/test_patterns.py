@@ -14,6 +14,7 @@ from pallas_flash.cells import ALL, NONE, SOME, Cells, Span
 from pallas_flash.masks import Band, Lengths, Mask
 from pallas_flash.patterns import Dense, Intervals, Modified, Segments, Surveyed, found, regrouped
 from pallas_flash.problem import Problem
+from pallas_flash.score import Score
 from pallas_flash.tile import Tile
 
 CELLS = [Cells(2, 3, 20, 24, 8, 4), Cells(1, 2, 13, 9, 4, 8), Cells(3, 1, 7, 30, 16, 4)]
@@ -232,9 +233,9 @@ def test_regrouped_is_sound(cells, blocks, pattern):
 
 def posed(mask: Mask, cells: Cells, deterministic: bool) -> Problem:
     return Problem(
-        mask=mask, scale=None, static_scale=1.0, B=cells.B, T=cells.T, S=cells.S, N=cells.N, K=cells.N, H=8, Hv=8,
-        dtype="float32", precision=lax.Precision.DEFAULT, deterministic=deterministic, implementation=None, plan=None,
-        interpret=False,
+        mask=mask, score=Score(), sinks=None, dropout=None, scale=None, static_scale=1.0, B=cells.B, T=cells.T,
+        S=cells.S, N=cells.N, K=cells.N, H=8, Hv=8, dtype="float32", precision=lax.Precision.DEFAULT,
+        deterministic=deterministic, implementation=None, plan=None, interpret=False,
     )  # fmt: skip
 
 
@@ -321,7 +322,7 @@ def test_listed_masks_reach_to_the_end_of_the_last_block(swapped):
 def test_masks_that_read_nothing_are_not_listed():
     cells = CELLS[0]
     problem = posed(Lengths(None, jnp.full(cells.B, 9)) & Band(None, 0), cells, True)
-    assert lists.listed(problem, 8, 4, True) is problem
+    assert lists.listed(problem, 8, 4, True).mask is problem.mask
 
 
 def test_found_is_within_the_arrays():
