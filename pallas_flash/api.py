@@ -125,7 +125,8 @@ def flash_attention(  # pyright: ignore[reportInconsistentOverload]  (the keywor
         query: [*B, T, N, H], bfloat16, float16, float32 or float64, any number of batch axes, any sizes >= 0.
         key: [*B, S, K, H], the dtype of `query`.
         value: [*B, S, K, Hv], the dtype of `query`.
-        bias: Floating, broadcastable to [*B, N, T, S], is added to the scaled scores; -inf masks. Differentiable: its
+        bias: Floating, broadcastable to [*B, N, T, S], is added to the scaled scores. -inf masks (but unlike `mask` not
+            NaN or inf in the key or value); finite logits must be above -1e30. Differentiable: its
             gradient has its shape and dtype, is summed in float32, and takes no more memory than the larger of itself
             and [*B, N, T or S].
         mask: Boolean, broadcastable to [*B, N, T, S], True = attend. Its size is what it costs: [*B, 1, 1, S] is never
@@ -160,7 +161,7 @@ def flash_attention(  # pyright: ignore[reportInconsistentOverload]  (the keywor
         score_modifiers: Your own scores: functions `modify(score, tile)` → score, applied in order after the soft cap,
             or `ScoreModifier`s, which have arrays as operands, with gradients, and tell more.
         dropout_rate: Chance of each probability to be dropped, 0 <= rate < 1, a Python number; the kept ones are
-            divided by 1 - rate. The residual is that without dropout.
+            divided by 1 - rate, rounded to a multiple of 2⁻¹⁶. The residual is that without dropout.
         dropout_key: A key of `jax.random`, needed if the rate is not 0. What is dropped follows from it and from batch
             entry, head, query and key index, on every implementation (`dropout_mask`); another key never recompiles.
         deterministic: Whether gradients must be bitwise reproducible. Outputs always are, gradients are by default
@@ -260,9 +261,9 @@ def block_mask(
 
 def _posed(query: Any, key: Any, value: Any, **keywords: Any) -> tuple[problem.Problem, tuple[int, ...]]:
     """The problem of a call of `flash_attention`."""
-    arguments = inspect.signature(flash_attention).bind(query, key, value, **keywords)
-    arguments.apply_defaults()
-    return problem.pose(**arguments.arguments)
+    bound = inspect.signature(flash_attention).bind(query, key, value, **keywords)
+    bound.apply_defaults()
+    return problem.pose(**bound.arguments)
 
 
 def dropout_mask(
@@ -284,6 +285,9 @@ def dropout_mask(
     Raises:
         TypeError, ValueError: As of `flash_attention`.
     """
+    for name, n in (("queries", queries), ("keys", keys), ("heads", heads), *(("batch", n) for n in batch)):
+        if not isinstance(n, int) or isinstance(n, bool) or n < 0:
+            raise ValueError(f"{name}: expected an int >= 0, got {n!r}; pass the number of them")
     B, shape = math.prod(batch), (*batch, heads, queries, keys)
     found = logits.dropout(dropout_rate, dropout_key, B, heads)
     if found is None:

@@ -37,8 +37,14 @@ def array(name: str, x: Any, kind: str = "") -> Array:
 def operands(modifier: Modifier, batch: tuple[int, ...], axes: dict[str, int]) -> list[Array]:
     """Those of a user's function."""
     named = [(modifier.operand(i), x) for i, x in enumerate(modifier.operands)]
-    arrays = zip(named, modifier.axes, strict=True)
-    return [operand(name, array(name, x), letters, batch, axes) for (name, x), letters in arrays]
+    found = [
+        operand(name, array(name, x), letters, batch, axes)
+        for (name, x), letters in zip(named, modifier.axes, strict=True)
+    ]
+    for (name, _), x in zip(named, found, strict=True):
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            raise TypeError(f"{name}: expected a real dtype, got {x.dtype}; pass real and imaginary part apart")
+    return found
 
 
 def operand(name: str, x: Array, letters: str, batch: tuple[int, ...], axes: dict[str, int]) -> Array:
@@ -54,7 +60,9 @@ def operand(name: str, x: Array, letters: str, batch: tuple[int, ...], axes: dic
             "size 1 broadcasts an axis"
         ) from None
     x = x.reshape(*[1] * (len(shape) - x.ndim), *x.shape)
-    if math.prod(x.shape[: len(batch)]) > 1:
+    if x.shape[: len(batch)] != batch and math.prod(x.shape[: len(batch)]) > 1:
+        if jnp.issubdtype(x.dtype, jnp.floating):  # JAX sums its gradient, in this dtype
+            x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         x = jnp.broadcast_to(x, (*batch, *x.shape[len(batch) :]))
     sizes = {"B": math.prod(x.shape[: len(batch)])}
     sizes |= dict(zip(letters.removeprefix("B"), x.shape[len(batch) :], strict=True))

@@ -1,6 +1,6 @@
 """What are scores to become? Bias, slopes, cap, functions, sinks and dropout, as the user passed them, checked."""
 
-import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jax import Array
 from pallas_flash import arguments, tile
 from pallas_flash.arguments import FAR, describe, operand, per_batch
 from pallas_flash.dropout import Dropout
-from pallas_flash.modifiers import ScoreModifier
+from pallas_flash.modifiers import MaskModifier, ScoreModifier
 from pallas_flash.score import Alibi, Score, SoftCap, Term, add_bias
 
 
@@ -34,9 +34,10 @@ def score(
         terms.append(Term(Alibi(shift), (floating("alibi_slopes", slopes, "BN"), *moves)))
     if soft_cap is not None:
         is_number = isinstance(soft_cap, int | float | np.floating | np.integer) and not isinstance(soft_cap, bool)
-        if not is_number or not 0 < soft_cap < math.inf:
+        if not is_number or not 0 < soft_cap < 2.0**127:
             raise ValueError(
-                f"logits_soft_cap: expected None or a positive Python number, got {describe(soft_cap)}; None is no cap"
+                "logits_soft_cap: expected None or a positive Python number below 2**127, got "
+                f"{describe(soft_cap)}; None is no cap; mark it static under jit"
             )
         terms.append(Term(SoftCap(float(soft_cap))))
     if not isinstance(modifiers, tuple | list):
@@ -52,6 +53,10 @@ def _at_most(state, x: Array) -> Array:
 
 
 def _scored(modifier, batch: tuple[int, ...], axes: dict[str, int], state) -> Term:
+    if isinstance(modifier, MaskModifier):
+        raise TypeError(
+            f"score_modifiers: expected ScoreModifiers, got the MaskModifier {modifier.name}; pass it as mask_modifiers"
+        )
     if not isinstance(modifier, ScoreModifier):
         modifier = ScoreModifier(modifier)
     operands = tuple(_at_most(state, x) for x in arguments.operands(modifier, batch, axes))
@@ -59,15 +64,21 @@ def _scored(modifier, batch: tuple[int, ...], axes: dict[str, int], state) -> Te
 
     shape = tile.EXAMPLE, tile.EXAMPLE
 
-    def evaluated() -> Array:
+    def evaluated() -> Any:
         where = tile.example()
-        return jnp.asarray(term.function(jnp.zeros(shape, state), where, *term.read(where)))
+        return term.function(jnp.zeros(shape, state), where, *term.read(where))
 
-    found = jax.eval_shape(evaluated)
-    if (found.shape, found.dtype) != (shape, state):
+    jaxpr, found = jax.make_jaxpr(evaluated, return_shape=True)()
+    if captured := [describe(x) for x in jaxpr.consts]:
         raise TypeError(
-            f"score_modifiers: expected {modifier.name} to return {state} of the score's shape {shape}, got "
-            f"{found.dtype} of {found.shape}; it maps scores to scores, e.g. score + weight * distance"
+            f"score_modifiers: expected {modifier.name} to get its arrays as operands, got {captured[0]} that it has "
+            "captured; pass it by ScoreModifier(function, operands, axes)"
+        )
+    if not hasattr(found, "shape") or (found.shape, found.dtype) != (shape, state):
+        got = f"{found.dtype} of {found.shape}" if hasattr(found, "shape") else repr(found)
+        raise TypeError(
+            f"score_modifiers: expected {modifier.name} to return {state} of the score's shape {shape}, got {got}; it "
+            "maps scores to scores, e.g. score + weight * distance"
         )
     return term
 
@@ -84,7 +95,7 @@ def sinks(sinks, N: int, dtype) -> Array | None:
 
 def dropout(rate, key, B: int, N: int) -> Dropout | None:
     """None if nothing is dropped."""
-    if not isinstance(rate, int | float | np.floating) or isinstance(rate, bool) or not 0 <= rate < 1:
+    if not isinstance(rate, int | float | np.floating | np.integer) or isinstance(rate, bool) or not 0 <= rate < 1:
         raise ValueError(
             f"dropout_rate: expected a Python number, 0 <= rate < 1, got {describe(rate)}; it selects code at trace "
             "time, so mark it static under jit"
@@ -94,7 +105,13 @@ def dropout(rate, key, B: int, N: int) -> Dropout | None:
             jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or (key.dtype == jnp.uint32 and key.ndim == 1)
         ):
             raise TypeError(f"dropout_key: expected a key, got {describe(key)}; make one with jax.random.key(seed)")
-        key = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
+        if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+            try:
+                key = jax.random.wrap_key_data(key)
+            except TypeError:
+                raise TypeError(
+                    f"dropout_key: expected a key, got {describe(key)}; make one with jax.random.key(seed)"
+                ) from None
         if key.ndim:
             raise ValueError(f"dropout_key: expected one key, got {key.shape} of them; pick one, or use jax.vmap")
     if rate == 0:

@@ -77,7 +77,8 @@ class ScoreModifier(Modifier):
         function: `function(score, tile, *operands)` → the new score, float32, the shape of `score`. `tile` is as for
             `MaskModifier`, and has `tile.fast.tanh`, the GPU's own. It is traced into every kernel, forward and
             backward, where JAX differentiates it: it must be made of elementwise jnp operations, and be hashable:
-            define it once, since a new function compiles anew. -inf is a score that does not count.
+            define it once, since a new function compiles anew. -inf is a score that does not count;
+            functions after it must leave it so.
         operands: Arrays that it gets the tile's part of, broadcastable to the tile; floating ones in float32.
         axes: For each operand the letters of its axes, as for `MaskModifier`.
 

@@ -17,7 +17,8 @@ def relative_position_bias(
     """A learned number for each head and bucket of distances between key and query.
 
     Args:
-        table: [buckets, N], floating: one number for each bucket and head. Differentiable, reproducibly.
+        table: [buckets, N], floating: one number for each bucket and head. Differentiable in reverse mode,
+            reproducibly.
         queries: T, the number of queries.
         keys: S, the number of keys.
         bidirectional: Whether keys before and after a query have buckets of their own; else all keys after it share
@@ -42,6 +43,9 @@ def relative_position_bias(
     for name, n in (("queries", queries), ("keys", keys)):
         if not isinstance(n, int) or isinstance(n, bool) or n < 1:
             raise ValueError(f"{name}: expected an int >= 1, got {n!r}; pass the number of them")
+    for name, n in (("max_distance", max_distance), ("offset", offset)):
+        if not isinstance(n, int) or isinstance(n, bool):
+            raise TypeError(f"{name}: expected an int, got {arguments.describe(n)}; mark it static under jit")
     if max_distance <= table.shape[0]:
         raise ValueError(
             f"max_distance: expected more than {table.shape[0]} buckets, got {max_distance}; T5 takes 128 with 32"
@@ -80,7 +84,7 @@ def _backward(T: int, S: int, _, d: Array) -> tuple[Array]:
     """Sums of the diagonals: in rows of T + S that are read as rows of one more, they are columns."""
     rows = jnp.pad(d, ((0, 0), (0, 0), (T, 0))).reshape(len(d), -1)
     rows = jnp.pad(rows, ((0, 0), (0, T))).reshape(len(d), T, T + S + 1)
-    return (jnp.sum(rows.astype(jnp.float32), 1)[:, 1 : T + S].astype(d.dtype),)
+    return (jnp.sum(rows.astype(jnp.promote_types(d.dtype, jnp.float32)), 1)[:, 1 : T + S].astype(d.dtype),)
 
 
 _diagonals.defvjp(_forward, _backward)

@@ -44,12 +44,12 @@ class Term:
     def read(self, tile: Tile) -> tuple[Array, ...]:
         """The tile's part of each operand."""
         booleans = self.booleans or (False,) * len(self.operands)
-        return tuple(_wide(tile.read(x), is_bool) for x, is_bool in zip(self.operands, booleans, strict=True))
+        parts = zip(self.operands, booleans, strict=True)
+        return tuple(tile.read(x) != 0 if is_bool else wide(tile.read(x)) for x, is_bool in parts)
 
 
-def _wide(x: Array, is_bool: bool) -> Array:
-    if is_bool:
-        return x != 0
+def wide(x: Array) -> Array:
+    """In float32, if it is floating and narrower."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
@@ -112,7 +112,7 @@ class Located(NamedTuple):
             part = [softmax.only(keep, x) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in part]
             cap = _cap(term)
             z = z if is_first or cap == 1 else z * (1 / cap)
-            z = term.function(z, self.tile, *part)
+            z = jnp.broadcast_to(term.function(z, self.tile, *part), z.shape)
             z = z if is_last or cap == 1 else z * cap
             if term.function is add_bias and not is_last:
                 hidden = z == -jnp.inf

@@ -67,9 +67,8 @@ def _gradients(problem: Problem, *tensors):
     assert implementation.backward is not None and implementation.d_score is not None
     d_score = jax.tree.map(_zero, problem.score)
     if any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(problem.score)):
-        d_score = implementation.d_score(
-            problem, *tensors
-        )  # a kernel of its own, which XLA drops if it is not asked for
+        # Kernels of their own, which XLA drops if they are not asked for.
+        d_score = implementation.d_score(problem, *tensors)
     return *implementation.backward(problem, *tensors), d_score
 
 

@@ -17,6 +17,7 @@ from pallas_flash.cells import NONE, Cells
 from pallas_flash.dropout import dropper
 from pallas_flash.masks import Lengths
 from pallas_flash.problem import Problem
+from pallas_flash.score import wide
 from pallas_flash.tile import Tile
 
 BLOCK = 512
@@ -49,7 +50,8 @@ def forward(
         x if part is None else jnp.where(part[..., None, None], x, 0)
         for x, part in ((q, queries), (k, keys), (v, keys))
     )
-    mask, score = problem.mask.with_arrays(cells.padded), jax.tree.map(cells.padded, problem.score)
+    mask = problem.mask.with_arrays(cells.padded)
+    score = jax.tree.map(lambda leaf: wide(cells.padded(leaf)), problem.score)  # its gradients are summed over blocks
     problem = dataclasses.replace(problem, mask=mask, score=score)
     # In float32 (tf32 on tensor cores, which holds bfloat16 and float16 exactly), so that gradients are summed in it.
     q, k, v = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (q, k, v))

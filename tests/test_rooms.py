@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "problem": ["arguments", "cells", "logits", "masks", "modifiers", "patterns", "plan", "survey"],
     "lists": ["cells", "masks", "patterns", "problem"],
     "weights": ["dropout", "masks", "problem", "score", "softmax", "tile"],
-    "xla": ["cells", "dropout", "lists", "masks", "patterns", "softmax", "problem", "tile"],
+    "xla": ["cells", "dropout", "lists", "masks", "patterns", "softmax", "problem", "score", "tile"],
     "kernels": [],
     "kernels.clean": ["lists", "problem"],
     "kernels.device": ["problem"],

@@ -298,3 +298,40 @@ def test_checkpoint_recomputes_the_same(implementation, name):
     arguments = q, k, v, TRANSFORMED[name][0]
     found, right = (jax.jit(gradients(f, name))(*arguments) for f in (jax.checkpoint(attend), attend))
     assert_near(found, right)
+
+
+def test_gradients_of_narrow_biases_are_summed_in_float32():
+    """Over the blocks of XLA's loop, and over batch axes of which one is shared: one rounding, at the end."""
+    rng = np.random.default_rng(5)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 3, 1100, 1, 8)), jnp.float32) for _ in range(3))
+
+    def gradient(dtype):
+        bias = jnp.zeros((2, 1, 1, 1, 1100), dtype)
+        attention = functools.partial(flash_attention, implementation="xla")
+        return jax.jit(jax.grad(lambda bias: jnp.sum(attention(q, k, v, bias) * v)))(bias)
+
+    right = np.asarray(gradient("float32"), np.float64)
+    off = np.abs(np.asarray(gradient("bfloat16"), np.float64) - right)
+    assert (off <= 2**-8 * np.abs(right) + 1e-5).all()  # half of bfloat16's spacing, and float32's own rounding
+
+
+@every_implementation
+def test_a_function_may_ignore_the_scores(implementation):
+    q, k, v = checks.inputs(CASE)[:3]
+    by_distance = attending(implementation, score_modifiers=(nearness,))
+    weights = jax.nn.softmax(-jnp.abs(jnp.arange(T)[:, None] - jnp.arange(S)).astype(jnp.float32))
+    right = jnp.einsum("ts,bsnh->btnh", weights, jnp.repeat(v, N // K, 2))
+    assert error(by_distance(q, k, v)[0], np.asarray(right, np.float64)) <= 2e-6
+
+
+def nearness(score, tile):
+    del score
+    return -jnp.abs(tile.q_ids - tile.k_ids).astype(jnp.float32)
+
+
+def test_captured_arrays_are_refused():
+    """Where the user is, and on every implementation alike: kernels could not take them."""
+    q = jnp.ones((1, 8, 1, 8))
+    weight = jnp.ones(3)
+    with pytest.raises(TypeError, match=r"score_modifiers: .* to get its arrays as operands, got an array of shape"):
+        flash_attention(q, q, q, score_modifiers=(lambda score, tile: score * weight[0],))
