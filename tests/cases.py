@@ -180,6 +180,16 @@ class Case:
         return np.random.default_rng([*what.encode(), *self.name.encode()])
 
 
+_SCORES: dict[str, Any] = {
+    "bias": "of_entries",
+    "alibi": "entries",
+    "soft_cap": 3.0,
+    "scores": ("head_gain", "key_weight", "placed"),
+    "sinks": True,
+    "dropout": 0.25,
+}
+"""Every feature of scores."""
+
 SMALL = [
     Case("plain"),
     Case("causal", is_causal=True),
@@ -332,12 +342,7 @@ SMALL = [
         mask="per_head",
         segments="repeated",
         modifiers=("by_place",),
-        bias="of_entries",
-        alibi="entries",
-        soft_cap=3.0,
-        scores=("head_gain", "key_weight", "placed"),
-        sinks=True,
-        dropout=0.25,
+        **_SCORES,
     ),
     Case(
         "scores_of_every_kind_bf16",
@@ -466,12 +471,7 @@ LARGE = [
         local_window_size=(450, 330),
         mask="per_head",
         segments="repeated",
-        bias="of_entries",
-        alibi="entries",
-        soft_cap=3.0,
-        scores=("head_gain", "key_weight", "placed"),
-        sinks=True,
-        dropout=0.25,
+        **_SCORES,
     ),
     Case(
         "scores_of_every_kind_h256_fp16",
