@@ -101,17 +101,13 @@ def dropout(rate, key, B: int, N: int) -> Dropout | None:
             "time, so mark it static under jit"
         )
     if key is not None:
-        if not isinstance(key, Array) or not (
-            jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or (key.dtype == jnp.uint32 and key.ndim == 1)
-        ):
-            raise TypeError(f"dropout_key: expected a key, got {describe(key)}; make one with jax.random.key(seed)")
-        if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-            try:
-                key = jax.random.wrap_key_data(key)
-            except TypeError:
-                raise TypeError(
-                    f"dropout_key: expected a key, got {describe(key)}; make one with jax.random.key(seed)"
-                ) from None
+        try:
+            is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+            key = key if is_typed else jax.random.wrap_key_data(key)
+        except (AttributeError, TypeError):
+            raise TypeError(
+                f"dropout_key: expected a key, got {describe(key)}; make one with jax.random.key(seed)"
+            ) from None
         if key.ndim:
             raise ValueError(f"dropout_key: expected one key, got {key.shape} of them; pick one, or use jax.vmap")
     if rate == 0:
