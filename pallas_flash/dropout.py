@@ -14,7 +14,7 @@ from pallas_flash.tile import Tile
 
 Leaf = Any  # of a pytree: an array, or what JAX's transformations put in its place
 
-_HALF = np.uint32(16)
+BITS = 15
 """Bits of randomness for each score."""
 
 
@@ -25,7 +25,7 @@ class Dropout:
 
     Attributes:
         keys: Two of uint32 [B, N, 1, 1]: random words for each batch entry and head.
-        dropped: How many of 2¹⁶ values of a score's bits drop it.
+        dropped: How many of 2¹⁵ values of a score's bits drop it.
     """
 
     keys: tuple[Leaf, Leaf]
@@ -33,22 +33,26 @@ class Dropout:
 
     @classmethod
     def of(cls, key: Array, rate: float, B: int, N: int) -> "Dropout":
-        """Of a typed key of `jax.random` and 0 < rate < 1, which is rounded to a multiple of 2⁻¹⁶."""
+        """Of a typed key of `jax.random` and 0 < rate < 1, which is rounded to a multiple of 2⁻¹⁵."""
         low, high = jax.random.bits(key, (2, B, N, 1, 1), jnp.uint32)
-        return cls((low, high), min(max(round(rate * 2**16), 1), 2**16 - 1))
+        return cls((low, high), min(max(round(rate * 2**BITS), 1), 2**BITS - 1))
 
-    def keep(self, tile: Tile) -> Array:
-        """bool, the tile's shape. Four scores share the two words of one counter: those that differ in bit 3 of q or k.
+    @property
+    def gain(self) -> float:
+        """What kept probabilities are multiplied by."""
+        return 1 / (1 - self.dropped / 2**BITS)
 
-        On GPUs one thread holds these four, in either orientation, so that the compiler computes their words once.
+    def sieve(self, tile: Tile) -> Callable[[Array], Array]:
+        """The map x ↦ x, the tile's shape, with 0 for what is dropped.
+
+        Four scores share the two words of one counter: those that differ in bit 3 of q or k. On GPUs one thread holds
+        these four, in either orientation, so that it computes their words once.
         """
         (q_group, q, q_bit), (k_group, k, k_bit) = tile.sixteens()
         low, high = (tile.read(key) for key in self.keys)
         rest = q_group * np.uint32(64) + q * np.uint32(8) + k
         words = philox((jnp.zeros_like(rest) + (k_group ^ high), rest), low, tile.fast.product)
-        word = jnp.where(k_bit > 0, *tile.fast.early(*words))
-        word = jnp.where(q_bit > 0, word << _HALF, word)  # its upper half counts
-        return word >= np.uint32(self.dropped << 16)
+        return tile.fast.sieve(words, (q_bit, k_bit), self.dropped)
 
 
 def philox(
@@ -65,11 +69,3 @@ def philox(
         a, b = high ^ key ^ b, low
         key = key + np.uint32(0x9E3779B9)
     return a, b
-
-
-def dropper(dropout: Dropout | None, tile: Tile) -> Callable[[Array], Array]:
-    """Of probabilities, or their cotangents: 0 where they are dropped, the rest times the gain; None: as they are."""
-    if dropout is None:
-        return lambda x: x
-    keep, gain = dropout.keep(tile), 1 / (1 - dropout.dropped / 2**16)
-    return lambda x: jnp.where(keep, x * gain, 0.0)

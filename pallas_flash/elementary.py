@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 
@@ -15,6 +16,26 @@ def product(factor: int, x: Array) -> tuple[Array, Array]:
     with jax.enable_x64(True):
         wide = x.astype(jnp.uint64) * np.uint64(factor)
         return (wide >> np.uint64(32)).astype(jnp.uint32), wide.astype(jnp.uint32)
+
+
+def only(keep: Array, x: Array) -> Array:
+    """`x` where it is kept, else 0."""
+    return jnp.where(keep, x, jnp.zeros_like(x))
+
+
+def sieve(words: tuple[Array, Array], bits: tuple[Array, Array], bound: int) -> Callable[[Array], Array]:
+    """The map x ↦ x where a score's 15 bits are at least `bound`, else 0; a pytree.
+
+    Args:
+        words: Two of uint32, the shape of x.
+        bits: uint32, bit 3 of the index of query and key. That of the key says which word, that of the query which
+            half of it holds the score's bits: the lower 15.
+        bound: 0 < bound < 2¹⁵.
+    """
+    of_query, of_key = bits
+    word = jnp.where(of_key > 0, words[1], words[0])
+    keep = jnp.where(of_query > 0, word << np.uint32(1), word << np.uint32(17)) >= np.uint32(bound << 17)
+    return Partial(only, keep)
 
 
 def differentiable(tanh: Callable[[Array], Array]) -> Callable[[Array], Array]:
@@ -38,7 +59,7 @@ class Elementary(NamedTuple):
         constant: x, without a derivative; the identity where nothing is differentiated.
         tanh: Hyperbolic tangent, differentiable.
         product: High and low word of a number times a uint32.
-        early: Its arguments, computed where they are written and not where they are used: under products, for example.
+        sieve: x ↦ x, or 0 where random bits are below a bound.
     """
 
     exp2: Callable[[Array], Array] = jnp.exp2
@@ -46,7 +67,7 @@ class Elementary(NamedTuple):
     constant: Callable[[Array], Array] = lax.stop_gradient
     tanh: Callable[[Array], Array] = jnp.tanh
     product: Callable[[int, Array], tuple[Array, Array]] = product
-    early: Callable[..., tuple[Array, ...]] = lambda *tiles: tiles
+    sieve: Callable[[tuple[Array, Array], tuple[Array, Array], int], Callable[[Array], Array]] = sieve
 
 
 PLAIN = Elementary()

@@ -119,9 +119,9 @@ class Band(Mask):
         lo, hi = self._edges
         if lo is None and hi is None:
             return None
-        distance = tile.k_ids - tile.q_ids
-        above = None if lo is None else distance >= lo
-        below = None if hi is None else distance <= hi
+        # Sums of one index, not a difference for each score.
+        above = None if lo is None else tile.k_ids >= tile.q_ids + lo
+        below = None if hi is None else tile.k_ids <= tile.q_ids + hi
         return _and(above, below)
 
     def narrow(self, rows: Span, columns: Span) -> tuple[Span, Span]:

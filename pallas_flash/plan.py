@@ -264,18 +264,26 @@ def mosaic_shortage(plan: MosaicPlan, H: int, Hv: int) -> str | None:
     if plan.backward and max(H, Hv) > 128:
         return f"the backward kernel takes head dims up to 128, got {max(H, Hv)}; use a plan with backward=None"
     H, Hv = whole(H), whole(Hv)
-    limit = available(90) - 2048  # barriers, and what aligning the buffers costs
     for kernel in ("forward", *(("backward",) if plan.backward else ("dq", "dkv"))):
-        needed = _mosaic_shared_memory(kernel, getattr(plan, kernel), H, Hv)
-        if needed > limit:
+        spare = mosaic_spare(kernel, getattr(plan, kernel), H, Hv)
+        if spare < 0:
             return (
-                f"the {kernel} kernel needs {needed} bytes of shared memory, the device has {limit}; "
+                f"the {kernel} kernel needs {_MOSAIC_LIMIT - spare} bytes of shared memory, the device has "
+                f"{_MOSAIC_LIMIT}; "
                 "use smaller blocks, fewer stages or plan=None"
             )
 
 
+def mosaic_spare(kernel: str, blocks: MosaicBlocks, H: int, Hv: int) -> int:
+    """Bytes of shared memory that a kernel leaves free, of padded head dims; negative: what it lacks."""
+    return _MOSAIC_LIMIT - _mosaic_shared_memory(kernel, blocks, H, Hv)
+
+
+_MOSAIC_LIMIT = available(90) - 2048  # barriers, and what aligning the buffers costs
+
+
 def _mosaic_shared_memory(kernel: str, blocks: MosaicBlocks, H: int, Hv: int) -> int:
-    """Bytes of shared memory of padded head dims: tiles of 2-byte elements, and vectors and sums of float32."""
+    """Bytes of tiles of 2-byte elements, and of vectors and sums of float32."""
     block_q, block_k, stages = blocks.block_q, blocks.block_k, blocks.num_stages
     if kernel == "forward":
         output = 0 if Hv == H else block_q * Hv

@@ -85,6 +85,11 @@ class Problem:
         return self.static_scale if self.scale is None else self.scale
 
     @property
+    def gain(self) -> float:
+        """What probabilities that are not dropped are multiplied by."""
+        return self.dropout.gain if self.dropout else 1.0
+
+    @property
     def is_empty(self) -> bool:
         """Whether there is no score at all, so that every output row is 0."""
         return 0 in (self.B, self.T, self.S, self.N)

@@ -5,8 +5,6 @@ users write. Derivatives are JAX's, taken of the terms inside the kernels.
 """
 
 import dataclasses
-import functools
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -41,6 +39,16 @@ class Term:
         """Whether it is one of this file's."""
         return self.function is add_bias or isinstance(self.function, Alibi | SoftCap)
 
+    def unit(self, scale: ArrayLike) -> float:
+        """What its scores are divided by: a soft cap, for ALiBi an ordinary scale, as raw scores are; else 1."""
+        if isinstance(self.function, SoftCap):
+            return self.function.cap
+        return scale if isinstance(self.function, Alibi) and isinstance(scale, float) and scale > 1e-6 else 1.0
+
+    def divided(self, part: list[Array], unit: float) -> list[Array]:
+        """The tile's part of its operands, for scores in that unit."""
+        return [part[0] / unit, *part[1:]] if isinstance(self.function, Alibi) and unit != 1 else part
+
     def read(self, tile: Tile) -> tuple[Array, ...]:
         """The tile's part of each operand."""
         booleans = self.booleans or (False,) * len(self.operands)
@@ -71,35 +79,40 @@ class Score:
             )
         )
 
-    def at(self, tile: Tile) -> "Located":
+    def at(self, tile: Tile, scale: ArrayLike) -> "Located":
         """For the scores of one tile, with what their logits depend on read."""
-        return Located(self.terms, tile, [term.read(tile) for term in self.terms])
+        units = [term.unit(scale) for term in self.terms]
+        return Located(self.terms, tile, [term.read(tile) for term in self.terms], units, scale)
 
 
 class Located(NamedTuple):
     """A `Score` for one tile.
 
-    A soft cap that comes first or last is left to factors that are there anyway: `of` takes scaled scores divided by
-    the first, and gives logits divided by the last.
+    The units of the first and the last term are left to factors that are there anyway: `of` takes scaled scores divided
+    by the first, and gives logits divided by the last.
 
     Attributes:
         terms: Its terms, some.
         tile: Where the scores are.
         parts: The tile's part of each operand of each term.
+        units: What each term's scores are divided by.
+        scale: From raw to scaled scores.
     """
 
     terms: tuple[Term, ...]
     tile: Tile
     parts: list[tuple[Array, ...]]
+    units: list[float]
+    scale: ArrayLike
 
     @property
     def gain(self) -> float:
         """By what logits are divided."""
-        return _cap(self.terms[-1])
+        return self.units[-1]
 
-    def scaled(self, s: Array, c: ArrayLike) -> Array:
-        """What `of` takes of raw scores, with `c` = scale·log2(e)."""
-        return s * (c * softmax.LN2 / _cap(self.terms[0]))
+    def scaled(self, s: Array) -> Array:
+        """What `of` takes of raw scores."""
+        return s if self.scale is self.units[0] else s * (self.scale / self.units[0])
 
     def of(self, z: Array, keep: Array | None = None) -> Array:
         """Logits of scaled scores, both divided as above. A bias of -inf hides a score from later terms.
@@ -107,13 +120,12 @@ class Located(NamedTuple):
         What does not count, for `keep`, is 0 before, so that no derivative is NaN there.
         """
         z, hidden = softmax.only(keep, z), None
-        for term, part in zip(self.terms, self.parts, strict=True):
+        for term, part, unit in zip(self.terms, self.parts, self.units, strict=True):
             is_first, is_last = term is self.terms[0], term is self.terms[-1]
             part = [softmax.only(keep, x) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in part]
-            cap = _cap(term)
-            z = z if is_first or cap == 1 else z * (1 / cap)
-            z = jnp.broadcast_to(term.function(z, self.tile, *part), z.shape)
-            z = z if is_last or cap == 1 else z * cap
+            z = z if is_first or unit == 1 else z * (1 / unit)
+            z = jnp.broadcast_to(term.function(z, self.tile, *term.divided(part, unit)), z.shape)
+            z = z if is_last or unit == 1 else z * unit
             if term.function is add_bias and not is_last:
                 hidden = z == -jnp.inf
                 z = jnp.where(hidden, 0.0, z)
@@ -125,7 +137,7 @@ class Located(NamedTuple):
         Forward passes take it from here too, so that a function's own derivative leaves no trace in a kernel.
         """
         value, pull = jax.vjp(lambda z: self.of(softmax.only(keep, z)), z)
-        by = self.gain / _cap(self.terms[0])
+        by = self.gain / self.units[0]
         return value, lambda ds: pull(ds)[0] if by == 1 else pull(ds)[0] * by
 
     def replaced(self, term: int, number: int, part: Array) -> "Located":
@@ -152,10 +164,10 @@ class Alibi:
     shift: int
 
     def __call__(self, score: Array, tile: Tile, slopes: Array, *moved: Array) -> Array:
-        position = functools.reduce(operator.add, moved, tile.q_ids + self.shift)
-        # In floating point, exact below 2²⁴, so that integers are converted once for a row or column.
-        distance = position.astype(score.dtype) - tile.k_ids.astype(score.dtype)
-        return score - slopes * jnp.abs(distance)
+        query, key = tile.floats()
+        for move in (self.shift, *moved):
+            query = query if isinstance(move, int) and move == 0 else query + jnp.float32(move)
+        return score - slopes * jnp.abs(query - key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,8 +179,3 @@ class SoftCap:
     def __call__(self, score: Array, tile: Tile) -> Array:
         """Of scores divided by the cap, as the result is."""
         return tile.fast.tanh(score)
-
-
-def _cap(term: Term) -> float:
-    """Of a soft cap; 1 for other terms."""
-    return term.function.cap if isinstance(term.function, SoftCap) else 1.0

@@ -99,10 +99,11 @@ def update(run: Running, s: Array, c: ArrayLike, weigh: Callable[[Array], Array]
     return Running(m, l, run.acc * by_row(alpha, run.acc) + weigh(p))  # eq. 9
 
 
-def finish(run: Running, sink: Array | None = None, fast: Elementary = PLAIN) -> tuple[Array, Array]:
+def finish(run: Running, sink: Array | None = None, gain: float = 1.0, fast: Elementary = PLAIN) -> tuple[Array, Array]:
     """Output [..., rows, Hv] and natural log-sum-exp [..., rows] (eq. 10); 0 and -inf for a row that kept nothing.
 
-    `sink` is a logit that joins the denominator of rows that kept something (eq. 30).
+    `sink` is a logit that joins the denominator of rows that kept something (eq. 30), `gain` what weights that were not
+    dropped count for (eq. 32).
     """
     empty, (m, l, acc) = run.l == 0, run  # noqa: E741
     if sink is not None:
@@ -111,7 +112,7 @@ def finish(run: Running, sink: Array | None = None, fast: Elementary = PLAIN) ->
         m, l, acc = top, l * shrink + fast.exp2(sink * LOG2E - top), acc * by_row(shrink, acc)  # noqa: E741
     l = jnp.where(empty, 1.0, l)  # noqa: E741
     lse = jnp.where(empty, -jnp.inf, (m + jnp.log2(l)) * LN2)
-    return jnp.where(by_row(empty, acc), 0.0, acc * by_row(1.0 / l, acc)), lse
+    return jnp.where(by_row(empty, acc), 0.0, acc * by_row(gain / l, acc)), lse
 
 
 def d_sinks(sinks: Array, lse: Array, delta: Array) -> Array:

@@ -38,6 +38,10 @@ class Tile(NamedTuple):
         q_axis = int(transposed)
         return cls(q_start + indices(block_q, q_axis), k_start + indices(block_k, 1 - q_axis))
 
+    def floats(self) -> tuple[Array, Array]:
+        """float32 indices of queries and keys, exact below 2²⁴."""
+        return self.q_ids.astype(jnp.float32), self.k_ids.astype(jnp.float32)
+
     def sixteens(self) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
         """uint32, of queries and of keys: which 16 of them an index lies in, its three lowest bits, and its bit 3."""
         q, k = (_in_sixteens(ids.astype(jnp.uint32)) for ids in (self.q_ids, self.k_ids))

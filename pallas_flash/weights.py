@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from jax import Array
+from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 from pallas_flash import softmax
-from pallas_flash.dropout import dropper
 from pallas_flash.masks import Mask
 from pallas_flash.problem import Problem
 from pallas_flash.score import Located
@@ -20,7 +20,8 @@ class Weigher(NamedTuple):
     Attributes:
         score: The terms of the logits; None: there are none.
         keep: Which scores count; None: all.
-        drop: Of probabilities, or their cotangents: those that are kept, times the gain.
+        drop: Of probabilities, or their cotangents: 0 where they are dropped; a pytree.
+        gain: What the others count for.
         guarded: Whether cotangents may be NaN where a score does not count.
         tile: Where they are.
     """
@@ -28,14 +29,18 @@ class Weigher(NamedTuple):
     score: Located | None
     keep: Array | None
     drop: Callable[[Array], Array]
+    gain: float
     guarded: bool
     tile: Tile
 
     @classmethod
     def at(cls, problem: Problem, mask: Mask, tile: Tile, edge: bool) -> "Weigher":
         """For a tile, of which some scores may not count if it is an `edge`."""
-        score = problem.score.at(tile) if problem.score.terms else None
-        return cls(score, mask.keep(tile) if edge else None, dropper(problem.dropout, tile), edge and mask.reads, tile)
+        scale = softmax.base2(problem.any_scale)[1] * softmax.LN2
+        score = problem.score.at(tile, scale) if problem.score.terms else None
+        keep = mask.keep(tile) if edge else None
+        drop = problem.dropout.sieve(tile) if problem.dropout else Partial(lambda x: x)
+        return cls(score, keep, drop, problem.gain, edge and mask.reads, tile)
 
     def logits(self, s: Array, c: ArrayLike) -> tuple[Array, ArrayLike, Callable[[Array], Array]]:
         """Logits, -inf where they do not count, as scores of which some factor times is base 2.
@@ -50,11 +55,16 @@ class Weigher(NamedTuple):
         """
         if self.score is None:
             return softmax.masked(s, self.keep), c, lambda ds: ds
-        value, pull = self.score.linear(self.score.scaled(s, c), self.keep)
+        value, pull = self.score.linear(self.score.scaled(s), self.keep)
         return softmax.masked(value, self.keep), self.score.gain * softmax.LOG2E, pull
 
     def recompute(self, s: Array, c: ArrayLike, lse2: Array) -> tuple[Array, Callable[[Array, Array], Array]]:
-        """Dropped probabilities of raw scores, and dp, delta ↦ ds: the cotangent of the scaled scores (eqs. 12, 16)."""
+        """Probabilities of raw scores, and dp, delta ↦ ds: the cotangent of the scaled scores (eqs. 12, 16)."""
         logits, factor, pull = self.logits(s, c)
         p = softmax.recompute(logits, factor, lse2, self.tile.fast)
-        return self.drop(p), lambda dp, delta: pull(softmax.d_score(p, self.drop(dp), delta, self.guarded))
+        return p, lambda dp, delta: pull(self.d_logit(p, dp, delta))
+
+    def d_logit(self, p: Array, dp: Array, delta: Array) -> Array:
+        """Cotangent of the logits, from that of the dropped probabilities."""
+        dp = self.drop(dp)
+        return softmax.d_score(p, dp if self.gain == 1 else dp * self.gain, delta, self.guarded)

@@ -14,7 +14,6 @@ from jaxtyping import Float
 
 from pallas_flash import lists, patterns, softmax
 from pallas_flash.cells import NONE, Cells
-from pallas_flash.dropout import dropper
 from pallas_flash.masks import Lengths
 from pallas_flash.problem import Problem
 from pallas_flash.score import wide
@@ -104,11 +103,11 @@ def _rows(problem: Problem, k_blocks: Array, v_blocks: Array, i: Array, needed: 
     def step(run: softmax.Running, j: Array, k: Array, v: Array) -> softmax.Running:
         k, v = k[:, :, 0], v[:, :, 0]
         tile = _tile(problem, i, block_q, j, block_k)
-        keep, drop = mask.keep(tile), dropper(problem.dropout, tile)
+        keep, drop = mask.keep(tile), problem.dropout.sieve(tile) if problem.dropout else lambda x: x
         s, factor = dot("bkgqh,bksh->bkgqs", q, k), c
         if problem.score.terms:
-            score = problem.score.at(tile)
-            s, factor = score.of(score.scaled(s, c), keep), score.gain * softmax.LOG2E
+            score = problem.score.at(tile, problem.any_scale)
+            s, factor = score.of(score.scaled(s), keep), score.gain * softmax.LOG2E
         s2 = softmax.masked(s * factor, keep)
         return softmax.update(run, s2, 1.0, lambda p: dot("bkgqs,bksh->bkgqh", drop(p), v))
 
@@ -121,4 +120,4 @@ def _rows(problem: Problem, k_blocks: Array, v_blocks: Array, i: Array, needed: 
     run = softmax.start(q.shape[:-1], problem.Hv, q.dtype)
     run, _ = lax.scan(step_if_needed, run, (columns, k_blocks, v_blocks))
     sinks = None if problem.sinks is None else problem.sinks.reshape(problem.K, problem.G, 1)
-    return softmax.finish(run, sinks)
+    return softmax.finish(run, sinks, problem.gain)

@@ -91,7 +91,7 @@ def flash_alone(
         total = pipeline.accumulate(lambda total: stream(w, of_rows, total), (GROUP_ROWS, out_ref.shape[-1]))
         turns.end(w)
         turns.close(w)
-        by = problem.any_scale * (1 if by_query else sign) if of_scores else 1.0
+        by = problem.any_scale * (1 if by_query else sign) if of_scores else problem.gain
         (tile, *_) = {DQ: q_ring, DK: k_ring, DV: v_ring}[gradient].at(w)
         own = out_ref.at[batch, pl.ds(first + w * GROUP_ROWS, GROUP_ROWS), head]
         pipeline.send(((total * by).astype(problem.dtype), tile, own))
@@ -114,7 +114,7 @@ def flash_alone(
                 lse2, delta = of_row or (pipeline.by_column(of_columns[0].at[n], s.shape) for n in range(2))
                 p, d_score = weigher.recompute(s, scale2, lse2)
                 if not of_scores:
-                    return p.astype(problem.dtype)
+                    return weigher.drop(p.astype(problem.dtype))
                 return d_score(plgpu.wgmma_accumulator_load(*d_weights, wait_n=0), delta).astype(problem.dtype)
 
             weights = pipeline.accumulate(weighed, *[(GROUP_ROWS, columns)] * (1 + of_scores))

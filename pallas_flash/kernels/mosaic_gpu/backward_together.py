@@ -75,7 +75,7 @@ def flash_backward(
         sums = (GROUP_ROWS, problem.H), (GROUP_ROWS, problem.Hv)
         dk, dv = pipeline.accumulate(lambda dk, dv: stream(w, dk, dv), *sums)
         pipeline.meet()  # the other consumer's last product may still read all of k
-        dk, dv = (dk * (problem.any_scale * sign)).astype(problem.dtype), dv.astype(problem.dtype)
+        dk, dv = ((x * by).astype(problem.dtype) for x, by in ((dk, problem.any_scale * sign), (dv, problem.gain)))
         rows = pl.ds(first + w * GROUP_ROWS, GROUP_ROWS)
         pipeline.send((dk, k.at[own], dk_ref.at[b, rows, kv_head]), (dv, v.at[own], dv_ref.at[b, rows, kv_head]))
 
@@ -95,7 +95,7 @@ def flash_backward(
                 lse2, delta = (pipeline.by_column(vectors.at[n], sT.shape) for n in range(2))
                 pT, d_score = weigher.recompute(sT, c, lse2)
                 dsT = d_score(plgpu.wgmma_accumulator_load(d_weights, wait_n=0), delta)
-                return pT.astype(problem.dtype), dsT.astype(problem.dtype)
+                return weigher.drop(pT.astype(problem.dtype)), dsT.astype(problem.dtype)
 
             pT, dsT = pipeline.accumulate(weighed, (GROUP_ROWS, block_q), (GROUP_ROWS, block_q))
             if edge:

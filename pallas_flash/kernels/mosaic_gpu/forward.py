@@ -4,6 +4,7 @@ FlashAttention-3 (arXiv:2407.08608): consumers take turns, and each issues q·k 
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -24,8 +25,8 @@ from pallas_flash.weights import Weigher
 
 
 def flash_forward(
-    q_ref, k_ref, v_ref, o_ref, lse_ref, *, q_ring: Ring, k_ring: Ring, v_ring: Ring, o_tiles, l_rows,
-    problem: Problem, grid: Grid, blocks: MosaicBlocks,
+    q_ref, k_ref, v_ref, o_ref, lse_ref, *, q_ring: Ring, k_ring: Ring, v_ring: Ring, rings: list[Ring], o_tiles,
+    l_rows, problem: Problem, grid: Grid, blocks: MosaicBlocks,
 ):  # fmt: skip
     """Kernel body: output and log-sum-exp of one tile of queries, 64 of them for each consumer."""
     block_q, block_k, consumers = blocks.block_q, blocks.block_k, blocks.block_q // GROUP_ROWS
@@ -36,6 +37,7 @@ def flash_forward(
     seen = pipeline.uniform(seen.at_least_one())
     c = softmax.base2(problem.any_scale)[1]
     turns = pipeline.Turns(consumers)
+    streams = where.Streams(operands.streamed(problem, blocks), rings, consumers)
 
     def rows(w: int):
         return pl.ds(first + w * GROUP_ROWS, GROUP_ROWS)
@@ -48,6 +50,7 @@ def flash_forward(
         def step(t, _):
             keys = pl.ds(seen.block(t) * block_k, block_k)
             k_ring.fill(t, k_ref.at[b, keys, kv_head])
+            streams.fill(t, (b, head), first, seen.block(t) * block_k, block_k)
             v_ring.fill(t, v_ref.at[b, keys, kv_head])
 
         lax.fori_loop(0, seen.steps, step, None)
@@ -58,7 +61,7 @@ def flash_forward(
         run = pipeline.accumulate(lambda acc: attend(w, q, acc), (GROUP_ROWS, problem.Hv))
         turns.close(w)
         sink = None if problem.sinks is None else pipeline.row_vector(problem.sinks[0, head, 0, 0])
-        o, lse = softmax.finish(run, sink, where.FAST)
+        o, lse = softmax.finish(run, sink, problem.gain, where.FAST)
         o_tile = q if o_tiles is None else o_tiles.at[w]
         o = o.astype(problem.dtype)
         pipeline.send((o, o_tile, o_ref.at[b, rows(w), head]), (lse, l_rows.at[w], lse_ref.at[b, head, rows(w)]))
@@ -75,15 +78,15 @@ def flash_forward(
                     plgpu.wgmma(acc, p, *v_ring.at(t - 1))
                 turns.end(w)
                 at = first + w * GROUP_ROWS, seen.block(t) * block_k
-                tile = where.tile(scores.shape, (b, head), *at, l_rows.at[w] if consumers < 3 else None)
+                word, take = l_rows.at[w] if consumers < 3 else None, functools.partial(streams.take, w, t)
+                tile = where.tile(scores.shape, (b, head), *at, word, take=take)
                 weigher = Weigher.at(problem, mask, tile, edge)
                 s = plgpu.wgmma_accumulator_load(scores, wait_n=int(overlap))
                 k_ring.release(t)
                 s, factor, _ = weigher.logits(s, c)
-                *state, weights, alpha = softmax.advance(m, l, s, factor, where.FAST)
-                return *state, weigher.drop(weights), alpha
+                return *softmax.advance(m, l, s, factor, where.FAST), weigher.drop
 
-            m, l, p, alpha = pipeline.accumulate(scored, (GROUP_ROWS, block_k))  # noqa: E741
+            m, l, p, alpha, drop = pipeline.accumulate(scored, (GROUP_ROWS, block_k))  # noqa: E741
             if overlap:
                 alpha, l = pipeline.after(l_rows.at[w], l, alpha)  # noqa: E741
                 o = plgpu.wgmma_accumulator_load(acc, wait_n=0)
@@ -92,7 +95,7 @@ def flash_forward(
             (v,) = v_ring.wait(t)
             if edge:
                 pipeline.scrub(mask, seen, t, b, v)
-            return m, l, p.astype(problem.dtype)
+            return m, l, drop(p.astype(problem.dtype))
 
         start = pipeline.row_vector(softmax.LOWEST), pipeline.row_vector(0.0), None
         m, l, p = seen.walk_by_turn(step, step(0, start, seen.has_edges, overlap=False), skip=1)  # noqa: E741
@@ -119,13 +122,14 @@ def forward(
         shape = blocks.num_stages, blocks.block_k, width
         return Ring.of(blocks.num_stages, consumers, pipeline.tiles(*shape, dtype=dtype))
 
-    def own(width: int):
+    def own(width: int, dtype=dtype):
         return pipeline.tiles(consumers, GROUP_ROWS, width, dtype=dtype)
 
     scratch = dict(
         q_ring=Ring.of(consumers, 1, own(seen.H)),
         k_ring=stream(seen.H),
         v_ring=stream(seen.Hv),
+        rings=[Ring.of(consumers, 1, own(blocks.block_k, x.dtype)) for x in operands.streamed(seen, blocks)],
         o_tiles=None if seen.Hv == seen.H else own(seen.Hv),  # the query's tile is free when the output is there
         l_rows=pipeline.vectors(consumers, GROUP_ROWS),
     )

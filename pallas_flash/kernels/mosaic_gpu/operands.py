@@ -1,5 +1,6 @@
 """Which problems do these kernels take, and what do they see of the arrays? Plain JAX around the kernels."""
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -7,7 +8,7 @@ from pallas_flash import plan as plans
 from pallas_flash import softmax
 from pallas_flash.kernels import device
 from pallas_flash.kernels.mosaic_gpu import primitives
-from pallas_flash.plan import MosaicPlan, Plan
+from pallas_flash.plan import MosaicBlocks, MosaicPlan, Plan
 from pallas_flash.problem import Problem
 
 LENGTH = 8
@@ -60,6 +61,21 @@ def padded(x: Array, boxes: int = 1) -> Array:
     """[B, L, n, d] with zeros up to a length and a width that TMA can move; the latter whole `boxes` at a time."""
     length, width = x.shape[1], x.shape[3]
     return jnp.pad(x, ((0, 0), (0, -length % LENGTH), (0, 0), (0, plans.whole(width, boxes) - width)))
+
+
+def streamed(problem: Problem, blocks: MosaicBlocks) -> list:
+    """Of what scores depend on, the arrays over queries and keys that the forward kernel's producer brings by TMA.
+
+    They are as long as TMA can move, and as many as shared memory holds beside the rest.
+    """
+    spare = plans.mosaic_spare("forward", blocks, problem.H, problem.Hv)
+    arrays = [x for x in jax.tree.leaves(problem.score) if _is_movable(x)]
+    return arrays[: spare // (2 * blocks.block_q * blocks.block_k)]
+
+
+def _is_movable(x) -> bool:
+    queries, keys = x.shape[2:] if len(x.shape) == 4 else (1, 1)
+    return keys > 1 and queries > 1 and x.dtype.itemsize == 2 and queries % LENGTH == 0 and plans.whole(keys) == keys
 
 
 def with_sign(problem: Problem, q: Array) -> Array:

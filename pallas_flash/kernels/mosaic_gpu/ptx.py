@@ -1,6 +1,7 @@
 """The few instructions that Mosaic has no name for, as inline PTX or MLIR. Each warp of a warp group executes them."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,12 +9,18 @@ import numpy as np
 from jax import Array
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.tree_util import Partial
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+
+from pallas_flash import elementary
 
 _FIRST_NAMED_BARRIER = 8
 """Mosaic itself uses the ones below."""
 _SCALAR = plgpu.Layout.WG_SPLAT
+_TILE: Any = plgpu.Layout.WGMMA
+_INFINITY = 0x7C00
+"""Bits of the largest float16."""
 _inline: Any = plgpu.inline_mgpu
 
 
@@ -68,32 +75,31 @@ def count_up(_, counter):
 
 
 def product(factor: int, x: Array) -> tuple[Array, Array]:
-    """High and low word of the product of two uint32, of a tile.
+    """High and low word of the product of two uint32, of a tile: one instruction, of which LLVM would make two."""
+    word = plgpu.ShapeDtypeStruct(x.shape, jnp.uint32, layout=_TILE)
 
-    LLVM would make 64-bit numbers of what is computed from 64-bit products, and does not see that two instructions of
-    inline PTX are the same: each twice the instructions.
-    """
-    layout = plgpu.Layout.WGMMA
-
-    @_inline(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.uint32, layout=layout))
-    def high_word(_, x):
-        registers = np.empty_like(x.registers)
+    @_inline(arg_types=(_TILE,), return_type=(word, word))
+    def words(_, x):
+        found = [np.empty_like(x.registers) for _ in range(2)]
         for at, values in np.ndenumerate(x.registers):
-            registers[at] = _high_words(values, factor)
-        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=False)
+            pairs = [_wide_product(element, factor) for element in _elements(values)]
+            for array, elements in zip(found, zip(*pairs, strict=True), strict=True):
+                array[at] = vector.from_elements(values.type, elements)
+        return [mgpu.FragmentedArray(_registers=array, _layout=x.layout, _is_signed=False) for array in found]
 
-    return high_word(plgpu.layout_cast(x, layout)), x * np.uint32(factor)
+    return words(plgpu.layout_cast(x, _TILE))
 
 
-def _high_words(values, factor: int):
-    """Of a vector of int32."""
-    by = mgpu.utils.c(factor - 2**32, values.type.element_type)
-    for i in range(values.type.shape[0]):
-        at: Any = {"dynamic_position": [], "static_position": ir.DenseI64ArrayAttr.get([i])}
-        element = vector.extract(values, **at)
-        high = llvm.call_intrinsic(by.type, "llvm.nvvm.mulhi.ui", [element, by], [], [])
-        values = vector.insert(high, values, **at)
-    return values
+def _wide_product(x, factor: int):
+    code = "{ .reg .b64 w; mul.wide.u32 w, $2, $3; mov.b64 {$1, $0}, w; }"
+    by = mgpu.utils.c(factor - 2**32, x.type)
+    return mgpu.utils.inline_ptx(code, x, by, result_types=[x.type, x.type])
+
+
+def _elements(values) -> list:
+    """Of a vector."""
+    static: Any = [{"dynamic_position": [], "static_position": ir.DenseI64ArrayAttr.get([i])} for i in range(2)]
+    return [vector.extract(values, **at) for at in static[: values.type.shape[0]]]
 
 
 def sixteens(shape: tuple[int, int], axis: int, start) -> tuple[Array, ...]:
@@ -101,51 +107,140 @@ def sixteens(shape: tuple[int, int], axis: int, start) -> tuple[Array, ...]:
 
     Written out by registers, so that LLVM sees which of a thread's are the same, as it does not of sums.
     """
-    layout: Any = plgpu.Layout.WGMMA
-    tile = plgpu.ShapeDtypeStruct(shape, jnp.uint32, layout=layout)
+    tile = plgpu.ShapeDtypeStruct(shape, jnp.uint32, layout=_TILE)
 
     @_inline(arg_types=(_SCALAR,), return_type=(tile, tile, tile))
     def written(_, start):
-        tiled, word = layout.to_mgpu(), ir.IntegerType.get_signless(32)
-        strides = tiled.tiling.tile_strides((shape[1], 1))
-
-        def c(n: int):
-            return mgpu.utils.c(n, word)
-
-        thread = arith.remui(mgpu.utils.thread_idx(), c(128))
-        lane, warp = arith.remui(thread, c(32)), arith.divui(thread, c(32))
-        group = arith.divui(start.registers.item(), c(16))
-        arrays = [np.empty(tiled.registers_shape(shape), object) for _ in range(3)]
-        for at in np.ndindex(arrays[0].shape):
-            offset = divmod(sum(i * stride for i, stride in zip(at, strides, strict=False)), shape[1])[axis]
-            if axis == 0:
-                low = [arith.divui(lane, c(4))] * 2
-                of_register = arith.addi(arith.addi(group, warp), c(offset // 16))
-            else:
-                even = arith.muli(arith.remui(lane, c(4)), c(2))
-                low, of_register = [even, arith.addi(even, c(1))], arith.addi(group, c(offset // 16))
-            for array, pair in zip(arrays, ([of_register] * 2, low, [c(offset & 8)] * 2), strict=True):
-                array[at] = vector.from_elements(ir.VectorType.get((2,), word), pair)
-        return [mgpu.FragmentedArray(_registers=x, _layout=tiled, _is_signed=False) for x in arrays]
+        warp, low = _of_thread(axis)
+        group = arith.addi(arith.divui(start.registers.item(), _c(16)), warp)
+        offsets = _offsets(shape)
+        arrays = [np.empty_like(offsets) for _ in range(3)]
+        for at, offset in np.ndenumerate(offsets):
+            of_register = arith.addi(group, _c(offset[axis] // 16))
+            for array, pair in zip(arrays, ([of_register] * 2, low, [_c(offset[axis] & 8)] * 2), strict=True):
+                array[at] = vector.from_elements(ir.VectorType.get((2,), pair[0].type), pair)
+        return [mgpu.FragmentedArray(_registers=x, _layout=_TILE.to_mgpu(), _is_signed=False) for x in arrays]
 
     return written(start)
 
 
-def early(scratch, *tiles: Array) -> tuple[Array, ...]:
-    """The tiles, not later than here: something of all their bits is stored, to a word of shared memory.
+def indices(dtype, shape: tuple[int, int], axis: int, start) -> Array:
+    """Indices from `start` on along an axis of a tile, int32 or float32: sums of a thread's first one and constants."""
+
+    @_inline(arg_types=(_SCALAR,), return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=_TILE))
+    def written(_, start):
+        warp, low = _of_thread(axis)
+        first = arith.addi(start.registers.item(), arith.muli(warp, _c(16)))
+        firsts, add = [arith.addi(first, of_lane) for of_lane in low], arith.addi
+        if dtype == jnp.float32:
+            firsts, add = [arith.sitofp(ir.F32Type.get(), x) for x in firsts], arith.addf
+        offsets = _offsets(shape)
+        registers = np.empty_like(offsets)
+        for at, offset in np.ndenumerate(offsets):
+            pair = [add(x, mgpu.utils.c(offset[axis], x.type)) for x in firsts]
+            registers[at] = vector.from_elements(ir.VectorType.get((2,), pair[0].type), pair)
+        is_signed = None if dtype == jnp.float32 else True
+        return mgpu.FragmentedArray(_registers=registers, _layout=_TILE.to_mgpu(), _is_signed=is_signed)
+
+    return written(start)
+
+
+def _of_thread(axis: int) -> tuple[Any, list]:
+    """A thread's share in indices along an axis of a tile: its warp's, of 16, and those of its first register."""
+    thread = arith.remui(mgpu.utils.thread_idx(), _c(128))
+    lane, warp = arith.remui(thread, _c(32)), arith.divui(thread, _c(32))
+    if axis == 0:
+        return warp, [arith.divui(lane, _c(4))] * 2
+    even = arith.muli(arith.remui(lane, _c(4)), _c(2))
+    return _c(0), [even, arith.addi(even, _c(1))]
+
+
+def _c(n: int):
+    """A word of 32 bits."""
+    return mgpu.utils.c(n, ir.IntegerType.get_signless(32))
+
+
+def _offsets(shape: tuple[int, ...]) -> np.ndarray:
+    """Row and column of the first value of each register of a thread of the first warp, less its lane's."""
+    layout = _TILE.to_mgpu()
+    strides = layout.tiling.tile_strides((shape[1], 1))
+    offsets = np.empty(layout.registers_shape(shape), object)
+    for at in np.ndindex(offsets.shape):
+        offsets[at] = divmod(sum(i * stride for i, stride in zip(at, strides, strict=False)), shape[1])
+    return offsets
+
+
+def sieve(early: Callable, transposed: bool, words: tuple[Array, Array], bits: tuple[Array, Array], bound: int):
+    """`elementary.sieve` of a tile, by instructions for two 16-bit values at once; `early` keeps what it decides on.
+
+    A word's two halves are compared as two float16 without sign, which have the order of integers; NaN is larger.
+    """
+    if bound > _INFINITY:  # such a bound is NaN
+        return elementary.sieve(words, bits, bound)
+    shape = words[0].shape
+
+    @_inline(arg_types=(_TILE, _TILE), return_type=plgpu.ShapeDtypeStruct(shape, jnp.uint16, layout=_TILE))
+    def compared(_, *words):
+        offsets, masks = _offsets(shape), {}
+        at_offset = {offset: at for at, offset in np.ndenumerate(offsets)}
+        registers = np.empty_like(offsets)
+        for at, (row, column) in np.ndenumerate(offsets):
+            of_query, of_key = (column & 8, row & 8) if transposed else (row & 8, column & 8)
+            which, first = int(of_key > 0), at_offset[row & ~8, column & ~8]  # the four that share words
+            if (which, first) not in masks:
+                masks[which, first] = [_at_least(word, bound) for word in _elements(words[which].registers[first])]
+            left, right = masks[which, first]
+            halves = _permuted(left, right, 0x7632 if of_query else 0x5410)
+            registers[at] = llvm.bitcast(ir.VectorType.get((2,), ir.IntegerType.get_signless(16)), halves)
+        return mgpu.FragmentedArray(_registers=registers, _layout=_TILE.to_mgpu(), _is_signed=False)
+
+    return Partial(_only, early(compared(*(plgpu.layout_cast(word, _TILE) for word in words))))
+
+
+def _only(mask: Array, x: Array) -> Array:
+    """`x`, of 16 or 32 bits, where the 16 bits of a mask are set, else 0."""
+
+    @_inline(arg_types=(_TILE, _TILE), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=_TILE))
+    def masked(_, x, mask):
+        registers, word = np.empty_like(x.registers), ir.IntegerType.get_signless(32)
+        for at, values in np.ndenumerate(x.registers):
+            bits, kept = word, llvm.bitcast(word, mask.registers[at])
+            if mgpu.utils.bitwidth(values.type) > 32:
+                bits = ir.VectorType.get((2,), word)
+                kept = vector.from_elements(bits, [_permuted(kept, kept, half) for half in (0x1010, 0x3232)])
+            registers[at] = llvm.bitcast(values.type, arith.andi(llvm.bitcast(bits, values), kept))
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
+
+    return masked(plgpu.layout_cast(x, _TILE), mask)
+
+
+def _at_least(word, bound: int):
+    """Of a word's halves: all bits where the lower 15 are at least `bound`, else none."""
+    code = "{ .reg .b32 h; abs.f16x2 h, $1; set.geu.u32.f16x2 $0, h, $2; }"
+    return mgpu.utils.inline_ptx(code, word, _c(bound << 16 | bound), result_types=word.type)
+
+
+def _permuted(a, b, selector: int):
+    """Bytes of two words."""
+    return llvm.call_intrinsic(a.type, "llvm.nvvm.prmt", [a, b, _c(selector)], [], [])
+
+
+def early(scratch, x: Array) -> Array:
+    """A tile, not later than here: something of all its bits is stored, to a word of shared memory, if there is one.
 
     ptxas moves a wait for products above all that does not depend on them; it does not move it above a store.
     """
+    if scratch is None:
+        return x
 
-    @_inline(arg_types=(plgpu.RefType(), *[plgpu.Layout.WGMMA] * len(tiles)))
-    def store(_, scratch, *tiles):
-        bits = [_bits(values) for tile in tiles for values in tile.registers.flat]
-        mixed = functools.reduce(arith.xori, bits)
+    @_inline(arg_types=(plgpu.RefType(), _TILE))
+    def store(_, scratch, x):
+        mixed = functools.reduce(arith.xori, [_bits(values) for values in x.registers.flat])
         address = mgpu.utils.memref_ptr(scratch)
         mgpu.utils.inline_ptx("st.volatile.shared.b32 [$0], $1;", address, mixed, has_side_effects=True)
 
-    store(scratch, *tiles)
-    return tiles
+    store(scratch, x)
+    return x
 
 
 def _bits(values):

@@ -11,55 +11,93 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.elementary import Elementary, differentiable
 from pallas_flash.kernels.mosaic_gpu import ptx
-from pallas_flash.kernels.mosaic_gpu.pipeline import COLUMN, ROW, TILE
+from pallas_flash.kernels.mosaic_gpu.pipeline import COLUMN, GROUP_ROWS, ROW, TILE, Ring
 from pallas_flash.tile import Tile
 
 FAST = Elementary(constant=lambda x: x, tanh=differentiable(jnp.tanh), product=ptx.product)
 """The plain functions: with `approx_math` they become the GPU's, fused."""
 
-
-def _ids(shape: tuple[int, int], axis: int, start) -> Array:
-    """Indices from `start` on, along an axis of a tile."""
-    vector = start + plgpu.broadcasted_iota(jnp.int32, (shape[axis],), 0, layout=(ROW, COLUMN)[axis])
-    return lax.broadcast_in_dim(vector, shape, [axis])
+_INTEGERS, _FLOATS = (functools.partial(ptx.indices, dtype) for dtype in (jnp.int32, jnp.float32))
+"""How indices are made, with pinned layouts: for those that a user's function does not use Mosaic would search one."""
 
 
 class _Tile(Tile):
-    """A tile whose indices are made when they are asked for: Mosaic searches long for a layout where nothing does.
-
-    What is stored in their place are functions, of how they are made.
-    """
+    """A tile whose indices are made as they are asked for; functions of how that is done are stored in their place."""
 
     @property
     def q_ids(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._made(0, _ids)
+        return self._made(0, _INTEGERS)
 
     @property
     def k_ids(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._made(1, _ids)
+        return self._made(1, _INTEGERS)
 
     def sixteens(self) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
         return self._made(0, ptx.sixteens), self._made(1, ptx.sixteens)
+
+    def floats(self) -> tuple[Array, Array]:
+        return self._made(0, _FLOATS), self._made(1, _FLOATS)
 
     def _made(self, axis: int, how: Callable) -> Any:
         make: Any = self[axis]
         return make(how)
 
 
-def tile(shape: tuple[int, int], place: tuple[Any, Any], row, column, word=None, transposed: bool = False) -> Tile:
+class Streams:
+    """Arrays over queries and keys, of which the producer brings each consumer its part of every block.
+
+    Attributes:
+        pairs: A reference to each, and a ring with a slot for each consumer.
+        consumers: Number of consumers.
+    """
+
+    def __init__(self, refs: list, rings: list[Ring], consumers: int):
+        self.pairs = list(zip(refs, rings, strict=True))
+        self.consumers = consumers
+
+    def fill(self, t, place: tuple[Any, Any], row, column, columns: int) -> None:
+        """Brings the parts of block t, from `row` and `column` on."""
+        for ref, ring in self.pairs:
+            for w in range(self.consumers):
+                part = pl.ds(row + w * GROUP_ROWS, GROUP_ROWS), pl.ds(column, columns)
+                ring.fill(t * self.consumers + w, _of_place(ref, place).at[part])
+
+    def take(self, w: int, t, ref, early: Callable[[Array], Array]) -> Array | None:
+        """Consumer w's part of block t of an array; None: it is none of these."""
+        for each, ring in self.pairs:
+            if each is ref:
+                (part,) = ring.wait(t * self.consumers + w)
+                values = early(plgpu.load(part, layout=TILE))
+                ring.release(t * self.consumers + w)
+                return values
+
+
+def _of_place(ref, place: tuple[Any, Any]):
+    """Of a reference to [B or 1, N or 1, ...], what it has for a batch entry and a head."""
+    return ref.at[tuple(at if n > 1 else 0 for at, n in zip(place, ref.shape[:2], strict=True))]
+
+
+def tile(
+    shape: tuple[int, int], place: tuple[Any, Any], row, column, word=None, transposed: bool = False,
+    take: Callable[..., Array | None] = lambda ref, early: None,
+) -> Tile:  # fmt: skip
     """Indices of a tile of scores, which reads arrays where they are for it.
 
     `place` is its batch entry and query head, `row` and `column` are the indices of its first ones, of queries and
     keys, or transposed. With a `word` of shared memory, this warp group's, it has registers for what is computed early.
+    What it can, it gets by `take`.
     """
     b, head = place
-    fast = FAST if word is None else FAST._replace(early=functools.partial(ptx.early, word))
+    early = functools.partial(ptx.early, word)
+    fast = FAST._replace(sieve=functools.partial(ptx.sieve, early, transposed))
 
     def along_axis(axis: int) -> Any:
         return lambda how: how(shape, axis, (row, column)[axis])
 
     def read(ref) -> Array:
-        B, N, *lengths = ref.shape
+        if (part := take(ref, early)) is not None:
+            return part
+        lengths = list(ref.shape[2:])
         vector = 1 in lengths
         if transposed and vector:  # arrays over both come with keys before queries
             lengths.reverse()
@@ -69,12 +107,12 @@ def tile(shape: tuple[int, int], place: tuple[Any, Any], row, column, word=None,
         ]
         if transposed and vector:
             slices.reverse()
-        part = ref.at[b if B > 1 else 0, head if N > 1 else 0, *slices]
+        part = _of_place(ref, place).at[*slices]
         if not any(along):
             return part[...]
         if all(along):
             values = plgpu.load(part, layout=TILE, optimized=False)
-            return fast.early(values)[0] if jnp.issubdtype(values.dtype, jnp.floating) else values
+            return early(values) if jnp.issubdtype(values.dtype, jnp.floating) else values
         axis = along.index(True)
         vector = plgpu.load(part, layout=(ROW, COLUMN)[axis], optimized=False)
         return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, [axis]), TILE)

@@ -77,8 +77,9 @@ def flash_dkv(
         delta = layouts.row.load(delta_ref, i * block_q, inside, g)[None, :]
         tile = launch.tile(problem, blocks, b, head, i * block_q, first, transposed=True)
         sT = launch.dot(problem, k, q, trans_b=True)
-        pT, d_score = Weigher.at(problem, mask, tile, edge).recompute(sT, c, lse2)
-        dv = dv + launch.dot(problem, pT.astype(do.dtype), do)  # eq. 13
+        weigher = Weigher.at(problem, mask, tile, edge)
+        pT, d_score = weigher.recompute(sT, c, lse2)
+        dv = dv + launch.dot(problem, weigher.drop(pT.astype(do.dtype)), do)  # eq. 13
         dsT = d_score(launch.dot(problem, v, do, trans_b=True), delta)
         return dk + launch.dot(problem, dsT.astype(q.dtype), q), dv  # eq. 18
 
@@ -91,7 +92,7 @@ def flash_dkv(
     zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     dk, dv = of_head(0, zeros) if problem.G == 1 else lax.fori_loop(0, problem.G, of_head, zeros)
     layouts.k.store(dk_ref, first, dk * problem.any_scale)
-    layouts.v.store(dv_ref, first, dv)
+    layouts.v.store(dv_ref, first, dv * problem.gain)
 
 
 def backward(

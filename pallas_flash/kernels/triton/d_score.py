@@ -91,7 +91,7 @@ def _step(refs, operand: Operand, every: Problem, blocks: Blocks, shape: tuple[i
 
     def step(b, head, i, j, edge: bool) -> Array:
         problem = launch.of_entry(every, b)
-        mask, (sign, c) = launch.bounded(problem, blocks), softmax.base2(problem.any_scale)
+        mask, sign = launch.bounded(problem, blocks), softmax.base2(problem.any_scale)[0]
         at_row = i * blocks.block_q, Span(0, problem.T) if edge else None, head, b
         at_column = j * blocks.block_k, Span(0, problem.S) if edge else None, lax.div(head, jnp.int32(problem.G)), b
         q, k = layouts.q.load(q_ref, *at_row), layouts.k.load(k_ref, *at_column)
@@ -101,7 +101,7 @@ def _step(refs, operand: Operand, every: Problem, blocks: Blocks, shape: tuple[i
         weigher = Weigher.at(problem, mask, tile, edge)
         score, keep = weigher.score, weigher.keep
         assert score is not None
-        z = score.scaled(launch.dot(problem, softmax.signed(sign, q), k, trans_b=True), c)
+        z = score.scaled(launch.dot(problem, softmax.signed(sign, q), k, trans_b=True))
 
         own = score.parts[operand.term][operand.number]
 
@@ -110,8 +110,8 @@ def _step(refs, operand: Operand, every: Problem, blocks: Blocks, shape: tuple[i
 
         found, pull = jax.vjp(value, jnp.broadcast_to(own, shape))
         p = softmax.recompute(softmax.masked(found, keep), score.gain * softmax.LOG2E, lse2, tile.fast)
-        dp = weigher.drop(launch.dot(problem, do, v, trans_b=True))
-        return pull(softmax.d_score(p, dp, delta) * score.gain)[0]
+        ds = weigher.d_logit(p, launch.dot(problem, do, v, trans_b=True), delta)
+        return pull(ds * score.gain)[0]
 
     return step
 

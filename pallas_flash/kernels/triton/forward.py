@@ -38,11 +38,11 @@ def flash_forward(q_ref, k_ref, v_ref, o_ref, lse_ref, *, problem: Problem, grid
         s = launch.dot(problem, q, k, trans_b=True)
         weigher = Weigher.at(problem, mask, tile, edge)  # a bias read before the dot costs a quarter more
         s, factor, _ = weigher.logits(s, c)
-        return softmax.update(run, s, factor, lambda p: launch.dot(problem, weigher.drop(p).astype(v.dtype), v), fast)
+        return softmax.update(run, s, factor, lambda p: launch.dot(problem, weigher.drop(p.astype(v.dtype)), v), fast)
 
     run = seen.walk(step, softmax.start((block_q,), layouts.v.tile[1]))
     sink = None if problem.sinks is None else launch.tile(problem, blocks, b, head, first, 0).read(problem.sinks)
-    o, lse = softmax.finish(run, sink, fast)
+    o, lse = softmax.finish(run, sink, problem.gain, fast)
     layouts.o.store(o_ref, first, o)
     layouts.row.store(lse_ref, first, lse)
 

@@ -11,11 +11,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax._src.pallas.triton.pallas_call_registration import pallas_call_lowering
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jax.extend.pallas import register_lowering_rule
+from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 from pallas_flash import plan as plans
@@ -318,6 +320,47 @@ def elementary(problem: Problem) -> Elementary:
     return _HARDWARE._replace(tanh=PLAIN.tanh) if problem.dtype == "float32" else _HARDWARE
 
 
+def _sieve(words: tuple[Array, Array], bits: tuple[Array, Array], bound: int) -> Callable[[Array], Array]:
+    """`elementary.sieve`, for 16-bit values by instructions for two at once.
+
+    The 15 bits are compared as float16 without sign, which have the order of integers; NaN is larger.
+    """
+    if bound > 0x7C00:  # such a bound is NaN
+        return PLAIN.sieve(words, bits, bound)
+    of_query, of_key = bits
+    word = jnp.where(of_key > 0, words[1], words[0])
+    word = jnp.where(of_query > 0, word, word << np.uint32(16))  # its upper half counts
+
+    def only(x: Array) -> Array:
+        code, constraints, pack = _ONLY_WIDE if x.dtype.itemsize > 2 else _ONLY
+        bits = jnp.broadcast_to(word, x.shape)
+        (result,) = plt.elementwise_inline_asm(
+            code.format(bound << 16 | bound),
+            args=(x, bits),
+            constraints=constraints,
+            pack=pack,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+        )
+        return result
+
+    return Partial(only)
+
+
+_ONLY = (
+    """{{ .reg .b32 h, bound; prmt.b32 h, $2, $3, 0x7632; abs.f16x2 h, h; mov.b32 bound, {};
+    set.geu.u32.f16x2 h, h, bound; and.b32 $0, $1, h; }}""",
+    "=r,r,r,r",
+    2,
+)
+_ONLY_WIDE = (
+    """{{ .reg .pred kept; .reg .b16 l, h, bound; mov.b32 {{l, h}}, $2; abs.f16 h, h; mov.b32 {{l, bound}}, {};
+    setp.geu.f16 kept, h, bound; selp.f32 $0, $1, 0f00000000, kept; }}""",
+    "=f,f,r",
+    1,
+)
+"""PTX, constraints and number of values: 0 where the upper half of a word, without its sign, is below a bound."""
+
+
 def _assembly(instructions: str, *args: ArrayLike) -> Array:
     """float32 inline PTX, element by element over the broadcast of `args`; `$0` is the result."""
     tiles = jnp.broadcast_arrays(*(jnp.asarray(arg, jnp.float32) for arg in args))
@@ -335,4 +378,5 @@ _HARDWARE = Elementary(
     fma_exp2=functools.partial(_assembly, "{ .reg .f32 t; fma.rn.ftz.f32 t, $1, $2, $3; ex2.approx.ftz.f32 $0, t; }"),
     constant=lambda x: x,
     tanh=differentiable(functools.partial(_assembly, "tanh.approx.f32 $0, $1;")),
+    sieve=_sieve,
 )
