@@ -37,7 +37,7 @@ def flash_forward(
     seen = pipeline.uniform(seen.at_least_one())
     c = softmax.base2(problem.any_scale)[1]
     turns = pipeline.Turns(consumers)
-    streams = where.Streams(operands.streamed(problem, blocks), rings, consumers)
+    ahead = where.Ahead(problem, (b, head), operands.streamed(problem, blocks), rings, consumers)
 
     def rows(w: int):
         return pl.ds(first + w * GROUP_ROWS, GROUP_ROWS)
@@ -50,7 +50,7 @@ def flash_forward(
         def step(t, _):
             keys = pl.ds(seen.block(t) * block_k, block_k)
             k_ring.fill(t, k_ref.at[b, keys, kv_head])
-            streams.fill(t, (b, head), first, seen.block(t) * block_k, block_k)
+            ahead.fill(t, first, seen.block(t) * block_k, block_k)
             v_ring.fill(t, v_ref.at[b, keys, kv_head])
 
         lax.fori_loop(0, seen.steps, step, None)
@@ -78,8 +78,8 @@ def flash_forward(
                     plgpu.wgmma(acc, p, *v_ring.at(t - 1))
                 turns.end(w)
                 at = first + w * GROUP_ROWS, seen.block(t) * block_k
-                word, take = l_rows.at[w] if consumers < 3 else None, functools.partial(streams.take, w, t)
-                tile = where.tile(scores.shape, (b, head), *at, word, take=take)
+                word, read = l_rows.at[w] if consumers < 3 else None, functools.partial(ahead.read, w, t)
+                tile = where.tile(scores.shape, (b, head), *at, word, ahead=read)
                 weigher = Weigher.at(problem, mask, tile, edge)
                 s = plgpu.wgmma_accumulator_load(scores, wait_n=int(overlap))
                 k_ring.release(t)

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -12,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash.elementary import Elementary, differentiable
 from pallas_flash.kernels.mosaic_gpu import ptx
 from pallas_flash.kernels.mosaic_gpu.pipeline import COLUMN, GROUP_ROWS, ROW, TILE, Ring
+from pallas_flash.problem import Problem
 from pallas_flash.tile import Tile
 
 FAST = Elementary(constant=lambda x: x, tanh=differentiable(jnp.tanh), product=ptx.product)
@@ -43,28 +45,36 @@ class _Tile(Tile):
         return make(how)
 
 
-class Streams:
-    """Arrays over queries and keys, of which the producer brings each consumer its part of every block.
+class Ahead:
+    """What a kernel for one batch entry and head need not read for each tile of scores.
 
     Attributes:
-        pairs: A reference to each, and a ring with a slot for each consumer.
+        place: Batch entry and query head.
+        scalars: References to what is one number for them, with the number. A load in each step would be waited for.
+        streams: References to arrays over queries and keys, with rings of a slot for each consumer, to which the
+            producer brings its part of every block.
         consumers: Number of consumers.
     """
 
-    def __init__(self, refs: list, rings: list[Ring], consumers: int):
-        self.pairs = list(zip(refs, rings, strict=True))
-        self.consumers = consumers
+    def __init__(self, problem: Problem, place: tuple[Any, Any], streams: list, rings: list[Ring], consumers: int):
+        leaves = jax.tree.leaves((problem.score, problem.dropout))
+        self.place, self.consumers = place, consumers
+        self.scalars = [(ref, _of_place(ref, place)[0, 0]) for ref in leaves if ref.shape[2:] == (1, 1)]
+        self.streams = list(zip(streams, rings, strict=True))
 
-    def fill(self, t, place: tuple[Any, Any], row, column, columns: int) -> None:
+    def fill(self, t, row, column, columns: int) -> None:
         """Brings the parts of block t, from `row` and `column` on."""
-        for ref, ring in self.pairs:
+        for ref, ring in self.streams:
             for w in range(self.consumers):
                 part = pl.ds(row + w * GROUP_ROWS, GROUP_ROWS), pl.ds(column, columns)
-                ring.fill(t * self.consumers + w, _of_place(ref, place).at[part])
+                ring.fill(t * self.consumers + w, _of_place(ref, self.place).at[part])
 
-    def take(self, w: int, t, ref, early: Callable[[Array], Array]) -> Array | None:
-        """Consumer w's part of block t of an array; None: it is none of these."""
-        for each, ring in self.pairs:
+    def read(self, w: int, t, early: Callable[[Array], Array], ref) -> Any:
+        """Consumer w's part of block t; None: it is nothing of these."""
+        for each, value in self.scalars:
+            if each is ref:
+                return value
+        for each, ring in self.streams:
             if each is ref:
                 (part,) = ring.wait(t * self.consumers + w)
                 values = early(plgpu.load(part, layout=TILE))
@@ -79,13 +89,13 @@ def _of_place(ref, place: tuple[Any, Any]):
 
 def tile(
     shape: tuple[int, int], place: tuple[Any, Any], row, column, word=None, transposed: bool = False,
-    take: Callable[..., Array | None] = lambda ref, early: None,
+    ahead: Callable[..., Any] = lambda early, ref: None,
 ) -> Tile:  # fmt: skip
     """Indices of a tile of scores, which reads arrays where they are for it.
 
     `place` is its batch entry and query head, `row` and `column` are the indices of its first ones, of queries and
     keys, or transposed. With a `word` of shared memory, this warp group's, it has registers for what is computed early.
-    What it can, it gets by `take`.
+    What is read `ahead` it gets from there.
     """
     b, head = place
     early = functools.partial(ptx.early, word)
@@ -95,7 +105,7 @@ def tile(
         return lambda how: how(shape, axis, (row, column)[axis])
 
     def read(ref) -> Array:
-        if (part := take(ref, early)) is not None:
+        if (part := ahead(early, ref)) is not None:
             return part
         lengths = list(ref.shape[2:])
         vector = 1 in lengths
