@@ -18,6 +18,10 @@ def product(factor: int, x: Array) -> tuple[Array, Array]:
         return (wide >> np.uint64(32)).astype(jnp.uint32), wide.astype(jnp.uint32)
 
 
+INFINITY = 0x7C00
+"""Bits of infinity as float16; without a sign, numbers above are NaN, and those below have the order of their bits."""
+
+
 def only(keep: Array, x: Array) -> Array:
     """`x` where it is kept, else 0."""
     return jnp.where(keep, x, jnp.zeros_like(x))

@@ -256,6 +256,33 @@ def test_mosaic_kernels_in_vmap():
         assert text.count("custom_call @mosaic_gpu") == kernels and "stablehlo.while" not in text
 
 
+def test_functions_may_ignore_what_they_asked_for():
+    """Indices and operands of which nothing follows: Mosaic would search long for their layout, and find none."""
+    q = jax.ShapeDtypeStruct((1, 256, 2, 64), "bfloat16")
+
+    def score(score, tile, weight):
+        del weight
+        tile.k_ids + 1
+        return score * (1 + 0 * tile.head)
+
+    def keep(tile):
+        tile.q_ids + 1
+        return tile.k_ids >= 3
+
+    def gradients(q, weight):
+        attention = functools.partial(
+            flash_attention,
+            score_modifiers=(ScoreModifier(score, (weight,), ("S",)),),
+            mask_modifiers=(MaskModifier(keep),),
+            implementation="mosaic_gpu",
+        )
+        return jax.grad(lambda q: jnp.sum(attention(q, q, q).astype(jnp.float32)))(q)
+
+    with on("H200"):
+        text = lower(gradients, q, jax.ShapeDtypeStruct((256,), "float32"))
+    assert text.count("custom_call @mosaic_gpu") == 2
+
+
 @pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
 def test_no_buffer_of_scores(implementation):
     """Nothing in the program, forward and backward, is as large as T×S."""

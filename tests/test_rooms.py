@@ -51,8 +51,8 @@ MAY_IMPORT = {
     "plan": [],
     "problem": ["arguments", "cells", "logits", "masks", "modifiers", "patterns", "plan", "survey"],
     "lists": ["cells", "masks", "patterns", "problem"],
-    "weights": ["dropout", "masks", "problem", "score", "softmax", "tile"],
-    "xla": ["cells", "dropout", "lists", "masks", "patterns", "softmax", "problem", "score", "tile"],
+    "weights": ["masks", "problem", "score", "softmax", "tile"],
+    "xla": ["cells", "lists", "masks", "patterns", "softmax", "problem", "score", "tile"],
     "kernels": [],
     "kernels.clean": ["lists", "problem"],
     "kernels.device": ["problem"],
@@ -81,7 +81,13 @@ MAY_IMPORT = {
     "kernels.mosaic_gpu.primitives": ["masks", "patterns", "problem", "score", "tile"],
     "kernels.mosaic_gpu.operands": ["kernels.device", "kernels.mosaic_gpu.primitives", "plan", "problem", "softmax"],
     "kernels.mosaic_gpu.pipeline": ["kernels.mosaic_gpu.ptx", "kernels.grid", "lists", "masks", "problem"],
-    "kernels.mosaic_gpu.where": ["elementary", "kernels.mosaic_gpu.pipeline", "kernels.mosaic_gpu.ptx", "tile"],
+    "kernels.mosaic_gpu.where": [
+        "elementary",
+        "kernels.mosaic_gpu.pipeline",
+        "kernels.mosaic_gpu.ptx",
+        "problem",
+        "tile",
+    ],
     "kernels.mosaic_gpu.launch": ["kernels.grid", "kernels.mosaic_gpu.pipeline", "lists", "masks", "plan", "problem"],
     "kernels.mosaic_gpu.forward": [*MOSAIC, "kernels.clean", "kernels.mosaic_gpu.operands"],
     "kernels.mosaic_gpu.backward_together": MOSAIC,
@@ -264,7 +270,7 @@ def test_only_the_pipeline_synchronises(name):
         assert not SYNCHRONISATION & set(words(FILES[name]))
         used = attributes(FILES[name], "mosaic_gpu")
         launches = {"kernel", "CompilerParams"} if name == "kernels.mosaic_gpu.launch" else set()
-        reads = {"broadcasted_iota", "load", "layout_cast"} if name == "kernels.mosaic_gpu.where" else set()
+        reads = {"load", "layout_cast"} if name == "kernels.mosaic_gpu.where" else set()
         assert all(attribute.startswith("wgmma") for attribute in used - launches - reads)
 
 

@@ -78,8 +78,7 @@ def flash_forward(
                     plgpu.wgmma(acc, p, *v_ring.at(t - 1))
                 turns.end(w)
                 at = first + w * GROUP_ROWS, seen.block(t) * block_k
-                word, read = l_rows.at[w] if consumers < 3 else None, functools.partial(ahead.read, w, t)
-                tile = where.tile(scores.shape, (b, head), *at, word, ahead=read)
+                tile = where.tile(scores.shape, (b, head), *at, ahead=functools.partial(ahead.read, w, t))
                 weigher = Weigher.at(problem, mask, tile, edge)
                 s = plgpu.wgmma_accumulator_load(scores, wait_n=int(overlap))
                 k_ring.release(t)

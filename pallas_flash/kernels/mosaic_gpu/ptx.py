@@ -1,7 +1,6 @@
 """The few instructions that Mosaic has no name for, as inline PTX or MLIR. Each warp of a warp group executes them."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,14 +12,10 @@ from jax.tree_util import Partial
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
-from pallas_flash import elementary
-
 _FIRST_NAMED_BARRIER = 8
 """Mosaic itself uses the ones below."""
 _SCALAR = plgpu.Layout.WG_SPLAT
 _TILE: Any = plgpu.Layout.WGMMA
-_INFINITY = 0x7C00
-"""Bits of the largest float16."""
 _inline: Any = plgpu.inline_mgpu
 
 
@@ -170,13 +165,11 @@ def _offsets(shape: tuple[int, ...]) -> np.ndarray:
     return offsets
 
 
-def sieve(early: Callable, transposed: bool, words: tuple[Array, Array], bits: tuple[Array, Array], bound: int):
-    """`elementary.sieve` of a tile, by instructions for two 16-bit values at once; `early` keeps what it decides on.
+def sieve(scratch, transposed: bool, words: tuple[Array, Array], bound: int) -> Partial:
+    """`elementary.sieve` of a tile, by instructions for two 16-bit values at once; `early` with scratch.
 
     A word's two halves are compared as two float16 without sign, which have the order of integers; NaN is larger.
     """
-    if bound > _INFINITY:  # such a bound is NaN
-        return elementary.sieve(words, bits, bound)
     shape = words[0].shape
 
     @_inline(arg_types=(_TILE, _TILE), return_type=plgpu.ShapeDtypeStruct(shape, jnp.uint16, layout=_TILE))
@@ -194,7 +187,8 @@ def sieve(early: Callable, transposed: bool, words: tuple[Array, Array], bits: t
             registers[at] = llvm.bitcast(ir.VectorType.get((2,), ir.IntegerType.get_signless(16)), halves)
         return mgpu.FragmentedArray(_registers=registers, _layout=_TILE.to_mgpu(), _is_signed=False)
 
-    return Partial(_only, early(compared(*(plgpu.layout_cast(word, _TILE) for word in words))))
+    mask = compared(*(plgpu.layout_cast(word, _TILE) for word in words))
+    return Partial(_only, mask if scratch is None else early(scratch, mask))
 
 
 def _only(mask: Array, x: Array) -> Array:
@@ -226,12 +220,10 @@ def _permuted(a, b, selector: int):
 
 
 def early(scratch, x: Array) -> Array:
-    """A tile, not later than here: something of all its bits is stored, to a word of shared memory, if there is one.
+    """A tile, not later than here: something of all its bits is stored, to a word of shared memory.
 
     ptxas moves a wait for products above all that does not depend on them; it does not move it above a store.
     """
-    if scratch is None:
-        return x
 
     @_inline(arg_types=(plgpu.RefType(), _TILE))
     def store(_, scratch, x):

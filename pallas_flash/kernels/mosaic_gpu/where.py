@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash.elementary import Elementary, differentiable
+from pallas_flash.elementary import INFINITY, Elementary, differentiable
 from pallas_flash.kernels.mosaic_gpu import ptx
 from pallas_flash.kernels.mosaic_gpu.pipeline import COLUMN, GROUP_ROWS, ROW, TILE, Ring
 from pallas_flash.problem import Problem
@@ -69,7 +69,7 @@ class Ahead:
                 part = pl.ds(row + w * GROUP_ROWS, GROUP_ROWS), pl.ds(column, columns)
                 ring.fill(t * self.consumers + w, _of_place(ref, self.place).at[part])
 
-    def read(self, w: int, t, early: Callable[[Array], Array], ref) -> Any:
+    def read(self, w: int, t, ref) -> Any:
         """Consumer w's part of block t; None: it is nothing of these."""
         for each, value in self.scalars:
             if each is ref:
@@ -77,7 +77,7 @@ class Ahead:
         for each, ring in self.streams:
             if each is ref:
                 (part,) = ring.wait(t * self.consumers + w)
-                values = early(plgpu.load(part, layout=TILE))
+                values = plgpu.load(part, layout=TILE)
                 ring.release(t * self.consumers + w)
                 return values
 
@@ -89,23 +89,25 @@ def _of_place(ref, place: tuple[Any, Any]):
 
 def tile(
     shape: tuple[int, int], place: tuple[Any, Any], row, column, word=None, transposed: bool = False,
-    ahead: Callable[..., Any] = lambda early, ref: None,
+    ahead: Callable[[Any], Any] = lambda ref: None,
 ) -> Tile:  # fmt: skip
     """Indices of a tile of scores, which reads arrays where they are for it.
 
     `place` is its batch entry and query head, `row` and `column` are the indices of its first ones, of queries and
-    keys, or transposed. With a `word` of shared memory, this warp group's, it has registers for what is computed early.
-    What is read `ahead` it gets from there.
+    keys, or transposed. What is read `ahead` it gets from there. With a `word` of shared memory, this warp group's, it
+    decides what is dropped under the products: 1.14 against 1.20 times the plain backward kernel, but in the forward
+    kernel, where warps wait as they issue products, 1.51 against 1.41.
     """
     b, head = place
-    early = functools.partial(ptx.early, word)
-    fast = FAST._replace(sieve=functools.partial(ptx.sieve, early, transposed))
+
+    def sieve(words, bits, bound: int):
+        return FAST.sieve(words, bits, bound) if bound > INFINITY else ptx.sieve(word, transposed, words, bound)
 
     def along_axis(axis: int) -> Any:
         return lambda how: how(shape, axis, (row, column)[axis])
 
     def read(ref) -> Array:
-        if (part := ahead(early, ref)) is not None:
+        if (part := ahead(ref)) is not None:
             return part
         lengths = list(ref.shape[2:])
         vector = 1 in lengths
@@ -121,11 +123,10 @@ def tile(
         if not any(along):
             return part[...]
         if all(along):
-            values = plgpu.load(part, layout=TILE, optimized=False)
-            return early(values) if jnp.issubdtype(values.dtype, jnp.floating) else values
+            return plgpu.load(part, layout=TILE, optimized=False)
         axis = along.index(True)
         vector = plgpu.load(part, layout=(ROW, COLUMN)[axis], optimized=False)
         return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, [axis]), TILE)
 
     q_axis = int(transposed)
-    return _Tile(along_axis(q_axis), along_axis(1 - q_axis), b, head, read, fast)
+    return _Tile(along_axis(q_axis), along_axis(1 - q_axis), b, head, read, FAST._replace(sieve=sieve))

@@ -22,7 +22,7 @@ from jax.typing import ArrayLike
 
 from pallas_flash import plan as plans
 from pallas_flash.cells import Span
-from pallas_flash.elementary import PLAIN, Elementary, differentiable
+from pallas_flash.elementary import INFINITY, PLAIN, Elementary, differentiable
 from pallas_flash.kernels import device
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.lists import Listed
@@ -325,7 +325,7 @@ def _sieve(words: tuple[Array, Array], bits: tuple[Array, Array], bound: int) ->
 
     The 15 bits are compared as float16 without sign, which have the order of integers; NaN is larger.
     """
-    if bound > 0x7C00:  # such a bound is NaN
+    if bound > INFINITY:
         return PLAIN.sieve(words, bits, bound)
     of_query, of_key = bits
     word = jnp.where(of_key > 0, words[1], words[0])
