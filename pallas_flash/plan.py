@@ -146,9 +146,10 @@ def _check(kind: type, fields: dict[str, object]) -> None:
 
 
 class Sizes(NamedTuple):
-    """What the choice of a plan depends on: lengths, head dims, and how the dots are computed.
+    """What the choice of a plan depends on: lengths, head dims, how the dots are computed, and what each score reads.
 
-    `dots` is "half" for 2-byte inputs, and for float32 "tf32" or "tf32x3" (three products).
+    `dots` is "half" for 2-byte inputs, and for float32 "tf32" or "tf32x3" (three products). `read` are the bytes of
+    bias, mask and the like for one score.
     """
 
     T: int
@@ -156,6 +157,7 @@ class Sizes(NamedTuple):
     H: int
     Hv: int
     dots: str
+    read: int = 0
 
 
 def padded(width: int) -> int:
@@ -174,7 +176,10 @@ def shared_memory(kernel: str, blocks: Blocks, sizes: Sizes) -> int:
     fixed_width = padded(sizes.H) if kernel == "forward" else both
     itemsize = {"half": 2, "tf32": 4, "tf32x3": 8}[sizes.dots]
     vectors = 8 * blocks.num_stages * moving if kernel == "dkv" else 0  # log-sum-exp and delta, float32
-    return itemsize * (fixed * fixed_width + blocks.num_stages * moving * both) + vectors
+    # What scores read comes ahead of them, and for the transposed kernel one array at a time is turned.
+    turned = 4 if kernel == "dkv" and sizes.read else 0
+    scores = fixed * moving * ((blocks.num_stages - 1) * sizes.read + turned)
+    return itemsize * (fixed * fixed_width + blocks.num_stages * moving * both) + vectors + scores
 
 
 # The best blocks per dots, kernel and padded head dim, as measured on an H200 ("half" at T = 8192, the others at 4096).

@@ -69,6 +69,8 @@ CASES = {
         (_case("h256_padding", 256, mask="padding"), MOSAIC),
         (_case("triton_h128_causal", 128, is_causal=True), TRITON),
         (_case("triton_h256_full", 256), TRITON),
+        # Beside these arrays, blocks of the plain plan do not fit shared memory.
+        (_case("triton_h256_bias_and_mask", 256, T=512, N=4, bias="full", mask="per_head"), TRITON),
     ]
 }
 """Name → case and further keywords of `flash_attention`."""

@@ -902,6 +902,17 @@ DOTS = [(jnp.bfloat16, None, "half"), (jnp.float16, None, "half"),
 
 
 @pytest.mark.parametrize("kind", GPUS)
+def test_plans_leave_room_for_what_scores_read(kind):
+    """A float32 bias and a mask: five bytes a score."""
+    read = {"bias": np.zeros((1, 1, 512, 512), np.float32), "mask": np.ones((1, 1, 512, 512), bool)}
+    for head_dim, (dtype, precision, dots) in itertools.product((64, 128, 256), DOTS[::2]):
+        with device(kind):
+            choice = explain(**shapes(dtype, 512, head_dim), **read, precision=precision, implementation="triton")
+        sizes = plan.Sizes(512, 512, head_dim, head_dim, dots, read=5)
+        assert plan.shortage(choice.plan, GPUS[kind], sizes) is None
+
+
+@pytest.mark.parametrize("kind", GPUS)
 def test_plans_fit_the_gpu(kind):
     available = 1024 * plan.SHARED_MEMORY[GPUS[kind]]
     for head_dim, (dtype, precision, dots), is_causal, t in itertools.product(

@@ -79,7 +79,9 @@ def plan(problem: Problem) -> Plan:
 
 
 def _sizes(problem: Problem) -> plans.Sizes:
-    return plans.Sizes(problem.T, problem.S, problem.H, problem.Hv, _dots(problem))
+    leaves = jax.tree.leaves((problem.mask, problem.score))
+    read = sum(x.dtype.itemsize for x in leaves if x.ndim == 4 and x.shape[2] > 1 and x.shape[3] > 1)
+    return plans.Sizes(problem.T, problem.S, problem.H, problem.Hv, _dots(problem), read)
 
 
 def place(grid: Grid) -> tuple[Array, Array, Array]:
