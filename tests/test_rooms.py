@@ -275,6 +275,15 @@ def test_only_the_pipeline_synchronises(name):
 
 
 @every_room
+def test_kernels_name_no_feature_of_scores(name):
+    """They see a `Score`, whatever its terms are: another one touches none of them."""
+    features = {"bias", "add_bias", "Alibi", "alibi_slopes", "SoftCap", "logits_soft_cap", "score_modifiers"}
+    if name.startswith("kernels"):
+        assert not features & set(words(FILES[name]))
+    assert name != "score" or features & set(words(FILES[name]))
+
+
+@every_room
 def test_no_room_but_the_kernels_names_a_compiler(name):
     named = {word for word in words(FILES[name]) if "triton" in word.lower() or "mosaic" in word.lower()}
     assert name.startswith("kernels") or name in NAMES_COMPILERS or not named
