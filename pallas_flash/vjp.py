@@ -9,7 +9,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
-from pallas_flash import dispatch, softmax
+from pallas_flash import dispatch, partitioning, softmax
 from pallas_flash.problem import Problem
 
 RESIDUAL_NAMES = ("flash_attention_out", "flash_attention_lse")
@@ -25,14 +25,16 @@ def attend(
         rows = (problem.B, problem.N, problem.T)
         state = jnp.promote_types(q.dtype, jnp.float32)
         return jnp.zeros((*q.shape[:-1], problem.Hv), q.dtype), jnp.full(rows, -jnp.inf, state)
-    implementation = dispatch.chosen(problem)
-    recomputes = implementation.backward is not None
-    return (_recomputing if recomputes else implementation.forward)(problem, q, k, v)
+    recomputes = dispatch.chosen(problem).backward is not None
+    return (_recomputing if recomputes else _computed)(*partitioning.typed(problem, q, k, v))
 
 
-@jax.custom_vjp
-def _recomputing(problem: Problem, q, k, v):
-    return dispatch.chosen(problem).forward(problem, q, k, v)
+def _computed(problem: Problem, q, k, v):
+    o, lse = partitioning.split_up(partitioning.FORWARD, problem, q, k, v)
+    return o, lse
+
+
+_recomputing = jax.custom_vjp(_computed)
 
 
 def _forward(problem: Problem, q, k, v):
@@ -63,13 +65,15 @@ _recomputing.defvjp(_forward, _backward)
 
 @jax.custom_vjp
 def _gradients(problem: Problem, *tensors):
-    implementation = dispatch.chosen(problem)
-    assert implementation.backward is not None and implementation.d_score is not None
-    d_score = jax.tree.map(_zero, problem.score)
-    if any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(problem.score)):
+    dq, dk, dv, *d_scale = partitioning.split_up(partitioning.BACKWARD, problem, *tensors)
+    leaves, structure = jax.tree.flatten(problem.score)
+    d_score = [_zero(leaf) for leaf in leaves]
+    if scored := [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]:
         # Kernels of their own, which XLA drops if they are not asked for.
-        d_score = implementation.d_score(problem, *tensors)
-    return *implementation.backward(problem, *tensors), d_score
+        found = partitioning.split_up(partitioning.D_SCORE, problem, *tensors)
+        for i, gradient in zip(scored, found, strict=True):
+            d_score[i] = gradient
+    return dq, dk, dv, d_scale[0] if d_scale else None, structure.unflatten(d_score)
 
 
 def _refuse(problem: Problem, *tensors):

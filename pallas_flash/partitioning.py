@@ -1,0 +1,359 @@
+"""How is it split over a mesh? Batch entries and heads by device, whatever way the program is sharded.
+
+What implementations compute is a `Call` of arrays with named axes. Of these, `Split` says which mesh axes cut the batch
+and the heads, and the rest follows: what each device takes, what it computes, and over which mesh axes results are
+summed, which are those that they are not cut along. There are four ways to it (`split_up`):
+
+- Arrays sharded under `jit`: the compiler asks for the computation of a part (`custom_partitioning`).
+- Mesh axes in types: the parts are made by a `shard_map` of our own.
+- Inside a `shard_map`, and on one device: there is nothing to split.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from pallas_flash import dispatch
+from pallas_flash.patterns import Modified
+from pallas_flash.problem import Problem
+from pallas_flash.score import Term
+from pallas_flash.tile import Tile
+
+Axes = tuple[str, ...]
+"""Names of an array's axes: "B", "N", "K", "T", "S", "H", "V" (of Hv); "mapped 0" … of `vmap`; "" of no other array."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Which mesh axes cut which axes of arrays.
+
+    Attributes:
+        sizes: Of each mesh axis, its devices.
+        by: Axis of arrays → the mesh axes that cut it.
+    """
+
+    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
+    by: dict[str, Axes] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, sizes: dict[str, int], lengths: dict[str, int], specs: Sequence[tuple[Axes, PartitionSpec]]) -> "Split":
+        """That of arrays which are sharded so: the batch and the heads as the array that is cut the most there.
+
+        Key/value heads are cut by as many of the heads' mesh axes as divide them, beginning with the first.
+        """
+        asked: dict[str, Axes] = {}
+        for axes, spec in specs:
+            for axis, entry in zip(axes, spec, strict=False):
+                axis = "N" if axis == "K" else axis
+                names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+                if axis in ("B", "N") or axis.startswith("mapped"):
+                    asked[axis] = max(asked.get(axis, ()), names, key=lambda names: _devices(sizes, names))
+        by: dict[str, Axes] = {}
+        for axis in sorted(asked):
+            free = tuple(name for name in asked[axis] if not any(name in names for names in by.values()))
+            by[axis] = _dividing(sizes, free, lengths[axis])
+        by["K"] = _dividing(sizes, by.get("N", ()), lengths["K"])
+        return cls(sizes, by)
+
+    def __bool__(self) -> bool:
+        return any(self.by.values())
+
+    def spec(self, axes: Axes) -> PartitionSpec:
+        """How an array with these axes is sharded."""
+        return PartitionSpec(*(self.by.get(axis) or None for axis in axes))
+
+    def missing(self, axes: Axes) -> Axes:
+        """The mesh axes that cut other arrays, but none with these axes: over them, parts are sums of parts."""
+        own = {name for axis in axes for name in self.by.get(axis, ())}
+        split = [name for axis, names in self.by.items() if not axis.startswith("mapped") for name in names]
+        return tuple(name for name in dict.fromkeys(split) if name not in own)
+
+    def start(self, axis: str, length: int) -> Any:
+        """Where this device's `length` of an axis begin."""
+        names = self.by.get(axis)
+        return lax.axis_index(names) * jnp.int32(length) if names else jnp.int32(0)
+
+
+def _devices(sizes: dict[str, int], names: Axes) -> int:
+    return math.prod(sizes[name] for name in names)
+
+
+def _dividing(sizes: dict[str, int], names: Axes, length: int) -> Axes:
+    """As many of the mesh axes, from the first on, as cut the length into equal parts."""
+    return next(names[:n] for n in range(len(names), -1, -1) if length % _devices(sizes, names[:n]) == 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shifted:
+    """A user's function for a part of the batch and the heads; its last two operands say where the part begins."""
+
+    function: Callable[..., Array]
+
+    def __call__(self, *args):
+        *args, batch, head = args
+        args = [
+            x._replace(batch=x.batch + batch, head=x.head + head) if isinstance(x, Tile) else x for x in args
+        ]
+        return self.function(*args)
+
+
+def _shifted(problem: Problem, batch: Array, head: Array) -> Problem:
+    """The problem with users' functions of a part that begins at these indices."""
+    starts = tuple(x.reshape(1, 1, 1, 1) for x in (batch, head))
+
+    def shifted(node):
+        if not _is_users(node):
+            return node
+        booleans = (*(node.booleans or (False,) * len(node.operands)), False, False)
+        operands = (*node.operands, *starts)
+        return dataclasses.replace(node, function=Shifted(node.function), operands=operands, booleans=booleans)
+
+    return jax.tree.map(shifted, problem, is_leaf=_is_users)
+
+
+def _is_users(node) -> bool:
+    return isinstance(node, Modified) or (isinstance(node, Term) and not node.is_built_in)
+
+
+class Call(NamedTuple):
+    """A computation of arrays whose axes have names.
+
+    Attributes:
+        part: Split → the computation of a device's part.
+        lengths: Of the axes that may be cut.
+        operands: Axes of each array that goes in.
+        results: Axes of each array that comes out.
+    """
+
+    part: Callable[[Split], Callable[..., list[Array]]]
+    lengths: dict[str, int]
+    operands: list[Axes]
+    results: list[Axes]
+
+    def mapped(self, size: int, batched: Sequence[bool]) -> "Call":
+        """Under `vmap`, over the first axis of some operands; that is one more axis that may be cut."""
+        name = f"mapped {sum(axis.startswith('mapped') for axis in self.lengths)}"
+        over = [0 if x else None for x in batched]
+        return Call(
+            lambda split: jax.vmap(self.part(split), over),
+            {**self.lengths, name: size},
+            [(name, *axes) if x else axes for axes, x in zip(self.operands, batched, strict=True)],
+            [(name, *axes) for axes in self.results],
+        )
+
+    def rule(self) -> tuple[str, tuple[str, ...]]:
+        """How shardings propagate, for Shardy: the mapping of axes, and those that are not cut."""
+        whole: list[str] = []
+
+        def factor(axis: str) -> str:
+            axis = "N" if axis == "K" and self.lengths["K"] == self.lengths["N"] else axis
+            name = (axis or f"own{len(whole)}").replace(" ", "").lower()
+            if axis not in self.lengths and name not in whole:
+                whole.append(name)
+            return name
+
+        sides = (", ".join(" ".join(map(factor, axes)) for axes in side) for side in (self.operands, self.results))
+        return " -> ".join(sides), tuple(whole)
+
+
+class Operation(NamedTuple):
+    """What implementations compute of a problem and its tensors.
+
+    Attributes:
+        compute: Problem and tensors → results.
+        tensors: Letters of each tensor's axes.
+        results: Of a problem, axes of each result.
+    """
+
+    compute: Callable[..., Sequence[Array]]
+    tensors: tuple[str, ...]
+    results: Callable[[Problem], Sequence[Axes]]
+
+    def call(self, problem: Problem) -> Call:
+        """Of the problem's leaves, then the tensors."""
+        leaves, structure = jax.tree.flatten(problem)
+        results = [tuple(axes) for axes in self.results(problem)]
+        tensors = [tuple(letters) for letters in self.tensors]
+
+        def part(split: Split):
+            def compute(*arrays: Array) -> list[Array]:
+                own = structure.unflatten(arrays[: len(leaves)])
+                if not split:
+                    return list(self.compute(own, *arrays[len(leaves) :]))
+                heads = _key_heads(split, problem, arrays[len(leaves)].shape[2])
+                taken = [
+                    _taken(heads, x) if "K" in axes else x
+                    for x, axes in zip(arrays[len(leaves) :], tensors, strict=True)
+                ]
+                q, k = taken[:2]
+                own = dataclasses.replace(own, B=q.shape[0], N=q.shape[2], K=k.shape[2])
+                own = _shifted(own, split.start("B", own.B), split.start("N", own.N))
+                found = zip(self.compute(own, *taken), results, strict=True)
+                kept = problem.K // _devices(split.sizes, split.by["K"])
+                found = [(_given_back(heads, kept, x) if "K" in axes else x, axes) for x, axes in found]
+                return [_summed(x, split.missing(axes)) for x, axes in found]
+
+            return compute
+
+        lengths = {"B": problem.B, "N": problem.N, "K": problem.K}
+        return Call(part, lengths, [*(_leaf_axes(problem, x) for x in leaves), *tensors], results)
+
+
+def _leaf_axes(problem: Problem, leaf) -> Axes:
+    """Of [B], [B or 1, T or S], or [B or 1, N or 1, T or 1, S or 1]; the last two are whole on every device."""
+    may = zip(("B", "N"), (problem.B, problem.N), strict=True)
+    axes = ["B" if leaf.ndim == 1 else letter if n == size else "" for (letter, size), n in zip(may, leaf.shape)]
+    axes = axes[:1] if leaf.ndim < 4 else axes
+    return (*axes, *("",) * (leaf.ndim - len(axes)))
+
+
+def _key_heads(split: Split, problem: Problem, heads: int) -> Array | None:
+    """Which of this device's key/value heads it needs for its `heads` query heads; None: all, one for each group.
+
+    Where a group is cut, the largest number of query heads share one that lets all share one.
+    """
+    if split.by.get("N", ()) == split.by["K"]:
+        return None
+    kept = problem.K // _devices(split.sizes, split.by["K"])
+    shared = math.gcd(heads, problem.G)
+    first = split.start("N", heads) + shared * jnp.arange(heads // shared, dtype=jnp.int32)
+    return first // problem.G - split.start("K", kept)
+
+
+def _taken(heads: Array | None, x: Array) -> Array:
+    return x if heads is None else jnp.take(x, heads, 2)
+
+
+def _given_back(heads: Array | None, kept: int, x: Array) -> Array:
+    """Of gradients by key/value heads that were taken, those by all `kept`, summed in float32."""
+    if heads is None:
+        return x
+    whole = jnp.zeros((*x.shape[:2], kept, x.shape[3]), jnp.float32)
+    return whole.at[:, :, heads].add(x.astype(jnp.float32)).astype(x.dtype)
+
+
+def _summed(x: Array, names: Axes) -> Array:
+    """Over mesh axes, in float32."""
+    return lax.psum(x.astype(jnp.promote_types(x.dtype, jnp.float32)), names).astype(x.dtype) if names else x
+
+
+def _score_axes(problem: Problem) -> list[Axes]:
+    """Of the operands of the score's terms that have gradients."""
+    return [_leaf_axes(problem, x) for x in jax.tree.leaves(problem.score) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+
+def _forward(problem: Problem, *tensors: Array) -> Sequence[Array]:
+    return dispatch.chosen(problem).forward(problem, *tensors)
+
+
+def _backward(problem: Problem, *tensors: Array) -> Sequence[Array]:
+    found = dispatch.chosen(problem).backward(problem, *tensors)  # pyright: ignore[reportOptionalCall]
+    return found if problem.scale is not None else found[:3]
+
+
+def _d_score(problem: Problem, *tensors: Array) -> Sequence[Array]:
+    found = dispatch.chosen(problem).d_score(problem, *tensors)  # pyright: ignore[reportOptionalCall]
+    return [x for x in jax.tree.leaves(found) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+
+_TENSORS = ("BTNH", "BSKH", "BSKV")
+_OF_GRADIENTS = (*_TENSORS, "BNT", "BTNV", "BNT")
+FORWARD = Operation(_forward, _TENSORS, lambda problem: ["BTNV", "BNT"])
+"""q, k, v → output and log-sum-exp."""
+BACKWARD = Operation(
+    _backward, _OF_GRADIENTS, lambda problem: ["BTNH", "BSKH", "BSKV", *(["B"] if problem.scale is not None else [])]
+)
+"""q, k, v, lse, do, delta → dq, dk, dv, and for a traced scale its gradient."""
+D_SCORE = Operation(_d_score, _OF_GRADIENTS, _score_axes)
+"""The same → gradients of what scores depend on, those of `problem.score` that are floating, in order."""
+
+
+def split_up(operation: Operation, problem: Problem, *tensors: Array) -> list[Array]:
+    """The results of an operation, of which each device computes those of its batch entries and heads."""
+    call, arrays = operation.call(problem), (*jax.tree.leaves(problem), *tensors)
+    mesh = _mesh(tensors[0])
+    if AxisType.Explicit in mesh.axis_types:
+        return _by_types(call, mesh, arrays)
+    if dispatch.chosen(problem).backward is None or (mesh.axis_names and mesh.are_all_axes_manual):
+        return call.part(Split())(*arrays)
+    return _by_compiler(call, arrays)
+
+
+def _mesh(x: Array) -> Any:
+    """The abstract mesh of an array's type, or else that of the context; it has no axes if there is none."""
+    mesh = jax.typeof(x).sharding.mesh
+    return jax.sharding.get_abstract_mesh() if mesh.empty else mesh
+
+
+def _by_compiler(call: Call, arrays: Sequence[Array]) -> list[Array]:
+    """As the compiler finds the arrays sharded; the operation cannot be differentiated."""
+
+    @jax.custom_batching.custom_vmap
+    def run(*arrays):
+        return _partitioned(call)(*arrays)
+
+    @run.def_vmap
+    def _(size: int, batched: Sequence[bool], *arrays):
+        found = _by_compiler(call.mapped(size, batched), arrays)
+        return found, [True] * len(found)
+
+    return run(*arrays)
+
+
+def _partitioned(call: Call) -> Callable[..., list[Array]]:
+    def partition(mesh, operands, results):
+        axes = [*zip(call.operands, operands, strict=True), *zip(call.results, results, strict=True)]
+        split = Split.of(dict(mesh.shape), call.lengths, [(names, x.sharding.spec) for names, x in axes])
+
+        def placed(side: list[Axes]) -> list[NamedSharding]:
+            return [NamedSharding(mesh, split.spec(names)) for names in side]
+
+        return mesh, call.part(split), placed(call.results), tuple(placed(call.operands))
+
+    whole = custom_partitioning(call.part(Split()))
+    rule, not_cut = call.rule()
+    whole.def_partition(partition, sharding_rule=rule, need_replication_factors=not_cut)
+    return whole
+
+
+def _by_types(call: Call, mesh, arrays: Sequence[Array]) -> list[Array]:
+    """As the arrays' types are, which `typed` made them."""
+    split = _of_types(call, arrays)
+    specs = [[split.spec(names) for names in side] for side in (call.operands, call.results)]
+    names = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
+    run = jax.shard_map(
+        call.part(split), mesh=mesh, in_specs=tuple(specs[0]), out_specs=specs[1], axis_names=names, check_vma=False
+    )
+    return run(*arrays)
+
+
+def _of_types(call: Call, arrays: Sequence[Array]) -> Split:
+    types = [jax.typeof(x).sharding for x in arrays]
+    specs = [(names, type.spec) for names, type in zip(call.operands, types, strict=True)]
+    return Split.of(dict(_mesh(arrays[-1]).shape), call.lengths, specs)
+
+
+def typed(problem: Problem, *tensors: Array) -> tuple[Any, ...]:
+    """The same arrays, of types that operations keep; JAX's own rules bring their gradients back to the former types.
+
+    With mesh axes in types, sharded along batch and heads alone. Inside a `shard_map`, varying over the same axes all.
+    """
+    everything = problem, *tensors
+    arrays, structure = jax.tree.flatten(everything)
+    if AxisType.Explicit in _mesh(tensors[0]).axis_types:
+        call = FORWARD.call(problem)
+        split = _of_types(call, arrays)
+        arrays = [jax.sharding.reshard(x, split.spec(names)) for x, names in zip(arrays, call.operands, strict=True)]
+        return structure.unflatten(arrays)
+    own = [jax.typeof(x).manual_axis_type.varying for x in arrays]
+    all_of_them = frozenset().union(*own)
+    missing = [tuple(sorted(all_of_them - names)) for names in own]
+    arrays = [lax.pcast(x, names, to="varying") if names else x for x, names in zip(arrays, missing, strict=True)]
+    return structure.unflatten(arrays)
