@@ -20,7 +20,7 @@ from jax import Array, lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from pallas_flash import dispatch
+from pallas_flash import dispatch, varying
 from pallas_flash.patterns import Modified
 from pallas_flash.problem import Problem
 from pallas_flash.score import Term
@@ -281,8 +281,10 @@ def split_up(operation: Operation, problem: Problem, *tensors: Array) -> list[Ar
     mesh = _mesh(tensors[0])
     if AxisType.Explicit in mesh.axis_types:
         return _by_types(call, mesh, arrays)
-    if dispatch.chosen(problem).backward is None or (mesh.axis_names and mesh.are_all_axes_manual):
+    if dispatch.chosen(problem).backward is None:
         return call.part(Split())(*arrays)
+    if mesh.axis_names and mesh.are_all_axes_manual:
+        return varying.unchecked(call.part(Split()))(*arrays)
     return _by_compiler(call, arrays)
 
 
@@ -308,6 +310,8 @@ def _by_compiler(call: Call, arrays: Sequence[Array]) -> list[Array]:
 
 
 def _partitioned(call: Call) -> Callable[..., list[Array]]:
+    device = jax.sharding.AbstractMesh((), (), abstract_device=jax.sharding.get_abstract_mesh().abstract_device)
+
     def partition(mesh, operands, results):
         axes = [*zip(call.operands, operands, strict=True), *zip(call.results, results, strict=True)]
         split = Split.of(dict(mesh.shape), call.lengths, [(names, x.sharding.spec) for names, x in axes])
@@ -315,7 +319,11 @@ def _partitioned(call: Call) -> Callable[..., list[Array]]:
         def placed(side: list[Axes]) -> list[NamedSharding]:
             return [NamedSharding(mesh, split.spec(names)) for names in side]
 
-        return mesh, call.part(split), placed(call.results), tuple(placed(call.operands))
+        def part(*arrays: Array) -> list[Array]:
+            with jax.sharding.use_abstract_mesh(device):  # compiled for the device that it was traced for
+                return call.part(split)(*arrays)
+
+        return mesh, part, placed(call.results), tuple(placed(call.operands))
 
     whole = custom_partitioning(call.part(Split()))
     rule, not_cut = call.rule()
@@ -347,13 +355,11 @@ def typed(problem: Problem, *tensors: Array) -> tuple[Any, ...]:
     """
     everything = problem, *tensors
     arrays, structure = jax.tree.flatten(everything)
-    if AxisType.Explicit in _mesh(tensors[0]).axis_types:
+    mesh = _mesh(tensors[0])
+    if AxisType.Explicit in mesh.axis_types:
         call = FORWARD.call(problem)
         split = _of_types(call, arrays)
-        arrays = [jax.sharding.reshard(x, split.spec(names)) for x, names in zip(arrays, call.operands, strict=True)]
-        return structure.unflatten(arrays)
-    own = [jax.typeof(x).manual_axis_type.varying for x in arrays]
-    all_of_them = frozenset().union(*own)
-    missing = [tuple(sorted(all_of_them - names)) for names in own]
-    arrays = [lax.pcast(x, names, to="varying") if names else x for x, names in zip(arrays, missing, strict=True)]
-    return structure.unflatten(arrays)
+        there = [NamedSharding(mesh, split.spec(names)) for names in call.operands]
+        return structure.unflatten(map(jax.sharding.reshard, arrays, there))
+    over = frozenset().union(*map(varying.over, arrays))
+    return structure.unflatten(varying.as_over(over, x) for x in arrays)

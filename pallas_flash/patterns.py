@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from pallas_flash import varying
 from pallas_flash.cells import ALL, NONE, SOME, Cells, Span
 from pallas_flash.masks import Leaf, Lengths, Mask
 from pallas_flash.tile import Tile
@@ -78,7 +79,8 @@ def _counted(mask: Mask, cells: Cells, axes: tuple[int, ...]) -> Array:
 
     def by_row() -> Array:
         if 2 in axes:
-            start = jnp.zeros(jax.eval_shape(lambda: sums(0, 1)).shape, jnp.int32)
+            of_one = jax.eval_shape(lambda: sums(0, 1))
+            start = varying.as_over(varying.over(of_one), jnp.zeros(of_one.shape, jnp.int32))
             return lax.fori_loop(0, rows, lambda i, total: total + sums(i, 1), start)
         return jnp.moveaxis(lax.map(lambda i: sums(i, 1)[:, :, 0], jnp.arange(rows, dtype=jnp.int32)), 0, 2)
 

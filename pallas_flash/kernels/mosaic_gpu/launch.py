@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_flash import varying
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.kernels.mosaic_gpu import pipeline
 from pallas_flash.lists import Listed
@@ -40,7 +41,7 @@ def call(
     x, y, z = grid.shape
     launch = plgpu.kernel(
         body,
-        out_type=outputs,
+        out_type=tuple(varying.like(operands[0], shape) for shape in outputs),
         grid=(x * y * z,),
         grid_names=(pipeline.BLOCK,),
         num_threads=consumers + 1,

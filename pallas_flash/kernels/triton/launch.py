@@ -19,6 +19,7 @@ from jax.extend.pallas import register_lowering_rule
 from jax.typing import ArrayLike
 
 from pallas_flash import plan as plans
+from pallas_flash import varying
 from pallas_flash.cells import Span
 from pallas_flash.elementary import PLAIN, Elementary, differentiable
 from pallas_flash.kernels import device
@@ -282,7 +283,7 @@ def call(
         grid=grid.shape,
         in_specs=[*map(leaf_spec, leaves)] + [layout.spec(grid) for _, layout in operands],
         out_specs=[layout.spec(grid) for _, layout in outputs],
-        out_shape=[shape for shape, _ in outputs],
+        out_shape=[varying.like(operands[0][0], shape) for shape, _ in outputs],
         interpret=problem.interpret,
         compiler_params=_CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages),
         name=name,
