@@ -323,7 +323,10 @@ def _partitioned(call: Call) -> Callable[..., list[Array]]:
             with jax.sharding.use_abstract_mesh(device):  # compiled for the device that it was traced for
                 return call.part(split)(*arrays)
 
-        return mesh, part, placed(call.results), tuple(placed(call.operands))
+        # Inlined where it is: JAX lowers no references here, by which Mosaic kernels return results, but in this.
+        inlined = custom_partitioning(part)
+        inlined.def_partition(partition)
+        return mesh, inlined, placed(call.results), tuple(placed(call.operands))
 
     whole = custom_partitioning(call.part(Split()))
     rule, not_cut = call.rule()
