@@ -61,11 +61,13 @@ class Explanation:
         implementation: Name of the chosen one.
         refusals: Name → reason, for each that refuses, or leaves the call to a faster one.
         plan: Its block sizes; None: it has none.
+        sharding: Of arrays that are sharded: array, or axis → how it is split over the mesh, or that it is gathered.
     """
 
     implementation: str
     refusals: Mapping[str, str]
     plan: Plan | MosaicPlan | None
+    sharding: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         rows = [("implementation", "", "why")]
@@ -73,6 +75,7 @@ class Explanation:
             chosen = each.name == self.implementation
             reason = self.refusals.get(each.name, "accepts")
             rows.append((each.name, "chosen" if chosen else "", str(self.plan) if chosen and self.plan else reason))
+        rows += [(name, "", how) for name, how in self.sharding.items()]
         return "\n".join(f"{name:<15} {mark:<7} {why}" for name, mark, why in rows)
 
 

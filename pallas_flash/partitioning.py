@@ -1,12 +1,13 @@
-"""How is it split over a mesh? Batch entries and heads by device, whatever way the program is sharded.
+"""How is it split over a mesh? Each device computes its batch entries and heads, however the program is sharded.
 
-What implementations compute is a `Call` of arrays with named axes. Of these, `Split` says which mesh axes cut the batch
-and the heads, and the rest follows: what each device takes, what it computes, and over which mesh axes results are
-summed, which are those that they are not cut along. There are four ways to it (`split_up`):
+What implementations compute is a `Call` of arrays whose axes have names. From the `Split` of these follows the rest:
+what each device takes, what it computes, and over which mesh axes results are summed, which are those that cut others
+but not them. There are four ways to it (`split_up`):
 
 - Arrays sharded under `jit`: the compiler asks for the computation of a part (`custom_partitioning`).
 - Mesh axes in types: the parts are made by a `shard_map` of our own.
 - Inside a `shard_map`, and on one device: there is nothing to split.
+- What JAX differentiates, the implementation without kernels: the compiler splits it by itself.
 """
 
 import dataclasses
@@ -18,76 +19,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
 
 from pallas_flash import dispatch, varying
 from pallas_flash.patterns import Modified
 from pallas_flash.problem import Problem
 from pallas_flash.score import Term
+from pallas_flash.split import Axes, Split, devices
 from pallas_flash.tile import Tile
-
-Axes = tuple[str, ...]
-"""Names of an array's axes: "B", "N", "K", "T", "S", "H", "V" (of Hv); "mapped 0" … of `vmap`; "" of no other array."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """Which mesh axes cut which axes of arrays.
-
-    Attributes:
-        sizes: Of each mesh axis, its devices.
-        by: Axis of arrays → the mesh axes that cut it.
-    """
-
-    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
-    by: dict[str, Axes] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def of(cls, sizes: dict[str, int], lengths: dict[str, int], specs: Sequence[tuple[Axes, PartitionSpec]]) -> "Split":
-        """That of arrays which are sharded so: the batch and the heads as the array that is cut the most there.
-
-        Key/value heads are cut by as many of the heads' mesh axes as divide them, beginning with the first.
-        """
-        asked: dict[str, Axes] = {}
-        for axes, spec in specs:
-            for axis, entry in zip(axes, spec, strict=False):
-                axis = "N" if axis == "K" else axis
-                names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-                if axis in ("B", "N") or axis.startswith("mapped"):
-                    asked[axis] = max(asked.get(axis, ()), names, key=lambda names: _devices(sizes, names))
-        by: dict[str, Axes] = {}
-        for axis in sorted(asked):
-            free = tuple(name for name in asked[axis] if not any(name in names for names in by.values()))
-            by[axis] = _dividing(sizes, free, lengths[axis])
-        by["K"] = _dividing(sizes, by.get("N", ()), lengths["K"])
-        return cls(sizes, by)
-
-    def __bool__(self) -> bool:
-        return any(self.by.values())
-
-    def spec(self, axes: Axes) -> PartitionSpec:
-        """How an array with these axes is sharded."""
-        return PartitionSpec(*(self.by.get(axis) or None for axis in axes))
-
-    def missing(self, axes: Axes) -> Axes:
-        """The mesh axes that cut other arrays, but none with these axes: over them, parts are sums of parts."""
-        own = {name for axis in axes for name in self.by.get(axis, ())}
-        split = [name for axis, names in self.by.items() if not axis.startswith("mapped") for name in names]
-        return tuple(name for name in dict.fromkeys(split) if name not in own)
-
-    def start(self, axis: str, length: int) -> Any:
-        """Where this device's `length` of an axis begin."""
-        names = self.by.get(axis)
-        return lax.axis_index(names) * jnp.int32(length) if names else jnp.int32(0)
-
-
-def _devices(sizes: dict[str, int], names: Axes) -> int:
-    return math.prod(sizes[name] for name in names)
-
-
-def _dividing(sizes: dict[str, int], names: Axes, length: int) -> Axes:
-    """As many of the mesh axes, from the first on, as cut the length into equal parts."""
-    return next(names[:n] for n in range(len(names), -1, -1) if length % _devices(sizes, names[:n]) == 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +37,7 @@ class Shifted:
 
     def __call__(self, *args):
         *args, batch, head = args
-        args = [
-            x._replace(batch=x.batch + batch, head=x.head + head) if isinstance(x, Tile) else x for x in args
-        ]
+        args = [x._replace(batch=x.batch + batch, head=x.head + head) if isinstance(x, Tile) else x for x in args]
         return self.function(*args)
 
 
@@ -174,7 +111,7 @@ class Operation(NamedTuple):
 
     compute: Callable[..., Sequence[Array]]
     tensors: tuple[str, ...]
-    results: Callable[[Problem], Sequence[Axes]]
+    results: Callable[[Problem], Sequence[str | Axes]]
 
     def call(self, problem: Problem) -> Call:
         """Of the problem's leaves, then the tensors."""
@@ -182,7 +119,7 @@ class Operation(NamedTuple):
         results = [tuple(axes) for axes in self.results(problem)]
         tensors = [tuple(letters) for letters in self.tensors]
 
-        def part(split: Split):
+        def part(split: Split) -> Callable[..., list[Array]]:
             def compute(*arrays: Array) -> list[Array]:
                 own = structure.unflatten(arrays[: len(leaves)])
                 if not split:
@@ -196,7 +133,7 @@ class Operation(NamedTuple):
                 own = dataclasses.replace(own, B=q.shape[0], N=q.shape[2], K=k.shape[2])
                 own = _shifted(own, split.start("B", own.B), split.start("N", own.N))
                 found = zip(self.compute(own, *taken), results, strict=True)
-                kept = problem.K // _devices(split.sizes, split.by["K"])
+                kept = problem.K // devices(split.sizes, split.by["K"])
                 found = [(_given_back(heads, kept, x) if "K" in axes else x, axes) for x, axes in found]
                 return [_summed(x, split.missing(axes)) for x, axes in found]
 
@@ -208,9 +145,8 @@ class Operation(NamedTuple):
 
 def _leaf_axes(problem: Problem, leaf) -> Axes:
     """Of [B], [B or 1, T or S], or [B or 1, N or 1, T or 1, S or 1]; the last two are whole on every device."""
-    may = zip(("B", "N"), (problem.B, problem.N), strict=True)
-    axes = ["B" if leaf.ndim == 1 else letter if n == size else "" for (letter, size), n in zip(may, leaf.shape)]
-    axes = axes[:1] if leaf.ndim < 4 else axes
+    sizes = (("B", problem.B), ("N", problem.N))[: 2 if leaf.ndim == 4 else 1]
+    axes = [axis if n == size else "" for (axis, size), n in zip(sizes, leaf.shape, strict=False)]
     return (*axes, *("",) * (leaf.ndim - len(axes)))
 
 
@@ -221,7 +157,7 @@ def _key_heads(split: Split, problem: Problem, heads: int) -> Array | None:
     """
     if split.by.get("N", ()) == split.by["K"]:
         return None
-    kept = problem.K // _devices(split.sizes, split.by["K"])
+    kept = problem.K // devices(split.sizes, split.by["K"])
     shared = math.gcd(heads, problem.G)
     first = split.start("N", heads) + shared * jnp.arange(heads // shared, dtype=jnp.int32)
     return first // problem.G - split.start("K", kept)
@@ -279,19 +215,20 @@ def split_up(operation: Operation, problem: Problem, *tensors: Array) -> list[Ar
     """The results of an operation, of which each device computes those of its batch entries and heads."""
     call, arrays = operation.call(problem), (*jax.tree.leaves(problem), *tensors)
     mesh = _mesh(tensors[0])
-    if AxisType.Explicit in mesh.axis_types:
-        return _by_types(call, mesh, arrays)
-    if dispatch.chosen(problem).backward is None:
-        return call.part(Split())(*arrays)
-    if mesh.axis_names and mesh.are_all_axes_manual:
+    kinds, has_kernels = set(mesh.axis_types), dispatch.chosen(problem).backward is not None
+    if not has_kernels:  # the compiler splits it, if types do not
+        return (_by_types(call, mesh, arrays) if AxisType.Explicit in kinds else call.part(Split()))(*arrays)
+    if AxisType.Explicit in kinds or kinds == {AxisType.Manual, AxisType.Auto}:
+        return varying.unchecked(_by_types(call, mesh, arrays))(*arrays)
+    if kinds == {AxisType.Manual}:
         return varying.unchecked(call.part(Split()))(*arrays)
     return _by_compiler(call, arrays)
 
 
 def _mesh(x: Array) -> Any:
-    """The abstract mesh of an array's type, or else that of the context; it has no axes if there is none."""
-    mesh = jax.typeof(x).sharding.mesh
-    return jax.sharding.get_abstract_mesh() if mesh.empty else mesh
+    """The abstract mesh of the context, or else that of an array's type; it has no axes if there is none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.typeof(x).sharding.mesh if mesh.empty else mesh
 
 
 def _by_compiler(call: Call, arrays: Sequence[Array]) -> list[Array]:
@@ -334,15 +271,13 @@ def _partitioned(call: Call) -> Callable[..., list[Array]]:
     return whole
 
 
-def _by_types(call: Call, mesh, arrays: Sequence[Array]) -> list[Array]:
+def _by_types(call: Call, mesh, arrays: Sequence[Array]) -> Callable[..., list[Array]]:
     """As the arrays' types are, which `typed` made them."""
     split = _of_types(call, arrays)
     specs = [[split.spec(names) for names in side] for side in (call.operands, call.results)]
-    names = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
-    run = jax.shard_map(
-        call.part(split), mesh=mesh, in_specs=tuple(specs[0]), out_specs=specs[1], axis_names=names, check_vma=False
-    )
-    return run(*arrays)
+    return jax.shard_map(
+        call.part(split), mesh=mesh, in_specs=tuple(specs[0]), out_specs=specs[1], check_vma=False
+    )  # over all axes but those that are manual, or of a `vmap`
 
 
 def _of_types(call: Call, arrays: Sequence[Array]) -> Split:
@@ -356,13 +291,12 @@ def typed(problem: Problem, *tensors: Array) -> tuple[Any, ...]:
 
     With mesh axes in types, sharded along batch and heads alone. Inside a `shard_map`, varying over the same axes all.
     """
-    everything = problem, *tensors
-    arrays, structure = jax.tree.flatten(everything)
+    arrays, structure = jax.tree.flatten((problem, *tensors))
     mesh = _mesh(tensors[0])
     if AxisType.Explicit in mesh.axis_types:
         call = FORWARD.call(problem)
         split = _of_types(call, arrays)
         there = [NamedSharding(mesh, split.spec(names)) for names in call.operands]
-        return structure.unflatten(map(jax.sharding.reshard, arrays, there))
-    over = frozenset().union(*map(varying.over, arrays))
+        arrays = [jax.sharding.reshard(x, sharding) for x, sharding in zip(arrays, there, strict=True)]
+    over = frozenset[str]().union(*map(varying.over, arrays))
     return structure.unflatten(varying.as_over(over, x) for x in arrays)
