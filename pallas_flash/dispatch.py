@@ -22,6 +22,7 @@ class Implementation:
         d_score: The same → gradients of the operands of `problem.score`, in its structure. With `backward` only.
         plan: problem → block sizes; None: it has none.
         deferral: problem → why the next implementation is faster, where both accept; None: it is not.
+        target: Name of the custom call that its kernels become; None: it has none.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Implementation:
     d_score: Callable | None = None
     plan: Callable[[Problem], Plan | MosaicPlan] | None = None
     deferral: Callable[[Problem], str | None] = lambda problem: None
+    target: str | None = None
 
 
 @functools.cache
@@ -50,7 +52,8 @@ def _kernels(name: str, package: str) -> Implementation:
         reason = f"its kernels cannot be imported ({error}); install jax and jaxlib of a supported version"
         return Implementation(name, lambda problem: reason, lambda *tensors: None)
     has = {name: getattr(kernels, name) for name in ("d_score", "deferral") if hasattr(kernels, name)}
-    return Implementation(name, kernels.refusal, kernels.forward, kernels.backward, plan=kernels.plan, **has)
+    has |= {"plan": kernels.plan, "target": kernels.TARGET}
+    return Implementation(name, kernels.refusal, kernels.forward, kernels.backward, **has)
 
 
 @dataclasses.dataclass(frozen=True)

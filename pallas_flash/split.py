@@ -71,6 +71,7 @@ def _names(entry: Any) -> Axes:
 
 
 def devices(sizes: dict[str, int], names: Axes) -> int:
+    """How many parts these mesh axes make."""
     return math.prod(sizes[name] for name in names)
 
 

@@ -16,11 +16,24 @@ RESIDUAL_NAMES = ("flash_attention_out", "flash_attention_lse")
 """Names of the saved output and log-sum-exp, for `jax.checkpoint_policies.save_only_these_names`."""
 
 
+def attend(problem: Problem, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    """Output and natural log-sum-exp of a resolved problem, differentiable in q, k, v and the floating leaves."""
+    try:
+        return attended(problem, q, k, v)
+    except TypeError as error:  # of JAX, which does not know whose it is
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(
+            f"flash_attention: the kernels of implementation {problem.implementation!r} have no forward-mode "
+            "derivatives (jvp, jacfwd); use implementation='xla' for them"
+        ) from error
+
+
 @jax.jit
-def attend(
+def attended(
     problem: Problem, q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"]
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
-    """Output and natural log-sum-exp of a resolved problem, differentiable in q, k, v and the floating leaves."""
+    """The same, traced once for all problems of one structure."""
     if problem.is_empty:
         rows = (problem.B, problem.N, problem.T)
         state = jnp.promote_types(q.dtype, jnp.float32)

@@ -1,4 +1,4 @@
-"""Shape annotations are checked while tests run, and only then; and there are eight virtual CPU devices to split over."""
+"""Shape annotations are checked while tests run, and only then; there are eight virtual CPU devices to split over."""
 
 import os
 

@@ -14,6 +14,9 @@ from pallas_flash.masks import Lengths, Mask
 from pallas_flash.plan import MosaicBlocks
 from pallas_flash.problem import Problem
 
+TARGET = "mosaic_gpu_v2"
+"""Name of the custom call that a kernel becomes."""
+
 
 def bounded(problem: Problem, block_k: int) -> Mask:
     """The problem's mask and the end of the keys; queries beyond theirs are zeros, and are not stored."""

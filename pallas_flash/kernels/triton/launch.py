@@ -30,6 +30,9 @@ from pallas_flash.plan import Blocks, Plan, padded
 from pallas_flash.problem import Problem
 from pallas_flash.tile import Tile, indices
 
+TARGET = "__gpu$xla.gpu.triton"
+"""Name of the custom call that a kernel becomes."""
+
 
 @dataclasses.dataclass(frozen=True)
 class _CompilerParams(plt.CompilerParams):
