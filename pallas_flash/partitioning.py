@@ -217,9 +217,10 @@ def split_up(operation: Operation, problem: Problem, *tensors: Array) -> list[Ar
     mesh = _mesh(tensors[0])
     kinds, has_kernels = set(mesh.axis_types), dispatch.chosen(problem).backward is not None
     if not has_kernels:  # the compiler splits it, if types do not
-        return (_by_types(call, mesh, arrays) if AxisType.Explicit in kinds else call.part(Split()))(*arrays)
+        split = _of_types(call, arrays) if AxisType.Explicit in kinds else Split()
+        return (_by_types(call, mesh, split, split.names) if split else call.part(split))(*arrays)
     if AxisType.Explicit in kinds or kinds == {AxisType.Manual, AxisType.Auto}:
-        return varying.unchecked(_by_types(call, mesh, arrays))(*arrays)
+        return varying.unchecked(_by_types(call, mesh, _of_types(call, arrays)))(*arrays)
     if kinds == {AxisType.Manual}:
         return varying.unchecked(call.part(Split()))(*arrays)
     return _by_compiler(call, arrays)
@@ -271,13 +272,12 @@ def _partitioned(call: Call) -> Callable[..., list[Array]]:
     return whole
 
 
-def _by_types(call: Call, mesh, arrays: Sequence[Array]) -> Callable[..., list[Array]]:
-    """As the arrays' types are, which `typed` made them."""
-    split = _of_types(call, arrays)
+def _by_types(call: Call, mesh, split: Split, names: frozenset[str] = frozenset()) -> Callable[..., list[Array]]:
+    """As the arrays' types are, which `typed` made them; over mesh axes of these names, or all that JAX lets."""
     specs = [[split.spec(names) for names in side] for side in (call.operands, call.results)]
     return jax.shard_map(
-        call.part(split), mesh=mesh, in_specs=tuple(specs[0]), out_specs=specs[1], check_vma=False
-    )  # over all axes but those that are manual, or of a `vmap`
+        call.part(split), mesh=mesh, in_specs=tuple(specs[0]), out_specs=specs[1], axis_names=names, check_vma=False
+    )
 
 
 def _of_types(call: Call, arrays: Sequence[Array]) -> Split:

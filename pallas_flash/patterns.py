@@ -259,8 +259,8 @@ class Surveyed(Pattern):
 def regrouped(status: Array, old: int, blocks: tuple[int, int], shape: tuple[int, int]) -> Array:
     """The status of cells of `blocks` from that of cells of `old` squared, of which they lie in one or several."""
     for axis, new, count in zip((2, 3), blocks, shape, strict=True):
-        starts = new * np.arange(count)
-        lo, hi = starts // old, np.minimum(-(-(starts + new) // old), status.shape[axis])
+        starts = new * jnp.arange(count, dtype=jnp.int32)  # NumPy's would be a constant, which cannot be partitioned
+        lo, hi = starts // old, jnp.minimum(-(-(starts + new) // old), status.shape[axis])
         sizes = (hi - lo).reshape([-1 if axis == other else 1 for other in range(4)])
 
         def all_are(value: int, status=status, axis=axis, lo=lo, hi=hi, sizes=sizes) -> Array:

@@ -49,6 +49,11 @@ class Split:
     def __bool__(self) -> bool:
         return any(self.by.values())
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The mesh axes that cut something."""
+        return frozenset(name for names in self.by.values() for name in names)
+
     def spec(self, axes: Axes) -> PartitionSpec:
         """How an array with these axes is sharded."""
         return PartitionSpec(*(self.by.get(axis) or None for axis in axes))
