@@ -41,9 +41,10 @@ class Shifted:
         return self.function(*args)
 
 
-def _shifted(problem: Problem, batch: Array, head: Array) -> Problem:
-    """The problem with users' functions of a part that begins at these indices."""
-    starts = tuple(x.reshape(1, 1, 1, 1) for x in (batch, head))
+def _of_part(problem: Problem, split: Split, q: Array, k: Array) -> Problem:
+    """The problem, of which a device has these queries and keys; users' functions see indices of the whole."""
+    B, N = q.shape[0], q.shape[2]
+    starts = tuple(split.start(axis, length).reshape(1, 1, 1, 1) for axis, length in (("B", B), ("N", N)))
 
     def shifted(node):
         if not _is_users(node):
@@ -52,7 +53,7 @@ def _shifted(problem: Problem, batch: Array, head: Array) -> Problem:
         operands = (*node.operands, *starts)
         return dataclasses.replace(node, function=Shifted(node.function), operands=operands, booleans=booleans)
 
-    return jax.tree.map(shifted, problem, is_leaf=_is_users)
+    return dataclasses.replace(jax.tree.map(shifted, problem, is_leaf=_is_users), B=B, N=N, K=k.shape[2])
 
 
 def _is_users(node) -> bool:
@@ -117,30 +118,23 @@ class Operation(NamedTuple):
         """Of the problem's leaves, then the tensors."""
         leaves, structure = jax.tree.flatten(problem)
         results = [tuple(axes) for axes in self.results(problem)]
-        tensors = [tuple(letters) for letters in self.tensors]
 
         def part(split: Split) -> Callable[..., list[Array]]:
             def compute(*arrays: Array) -> list[Array]:
-                own = structure.unflatten(arrays[: len(leaves)])
+                own, tensors = structure.unflatten(arrays[: len(leaves)]), arrays[len(leaves) :]
                 if not split:
-                    return list(self.compute(own, *arrays[len(leaves) :]))
-                heads = _key_heads(split, problem, arrays[len(leaves)].shape[2])
-                taken = [
-                    _taken(heads, x) if "K" in axes else x
-                    for x, axes in zip(arrays[len(leaves) :], tensors, strict=True)
-                ]
-                q, k = taken[:2]
-                own = dataclasses.replace(own, B=q.shape[0], N=q.shape[2], K=k.shape[2])
-                own = _shifted(own, split.start("B", own.B), split.start("N", own.N))
-                found = zip(self.compute(own, *taken), results, strict=True)
-                kept = problem.K // devices(split.sizes, split.by["K"])
-                found = [(_given_back(heads, kept, x) if "K" in axes else x, axes) for x, axes in found]
-                return [_summed(x, split.missing(axes)) for x, axes in found]
+                    return list(self.compute(own, *tensors))
+                heads = KeyHeads.of(split, problem, tensors[0].shape[2])
+                tensors = [heads.taken(x) if "K" in axes else x for x, axes in zip(tensors, self.tensors, strict=True)]
+                found = self.compute(_of_part(own, split, *tensors[:2]), *tensors)
+                found = [heads.given_back(x) if "K" in axes else x for x, axes in zip(found, results, strict=True)]
+                return [_summed(x, split.missing(axes)) for x, axes in zip(found, results, strict=True)]
 
             return compute
 
         lengths = {"B": problem.B, "N": problem.N, "K": problem.K}
-        return Call(part, lengths, [*(_leaf_axes(problem, x) for x in leaves), *tensors], results)
+        operands = [*(_leaf_axes(problem, x) for x in leaves), *(tuple(letters) for letters in self.tensors)]
+        return Call(part, lengths, operands, results)
 
 
 def _leaf_axes(problem: Problem, leaf) -> Axes:
@@ -150,29 +144,37 @@ def _leaf_axes(problem: Problem, leaf) -> Axes:
     return (*axes, *("",) * (leaf.ndim - len(axes)))
 
 
-def _key_heads(split: Split, problem: Problem, heads: int) -> Array | None:
-    """Which of this device's key/value heads it needs for its `heads` query heads; None: all, one for each group.
+class KeyHeads(NamedTuple):
+    """Which of the key/value heads on a device its query heads need.
 
-    Where a group is cut, the largest number of query heads share one that lets all share one.
+    Attributes:
+        ids: int32: one for each group of query heads, which may repeat; None: all, in order.
+        kept: How many there are on the device.
     """
-    if split.by.get("N", ()) == split.by["K"]:
-        return None
-    kept = problem.K // devices(split.sizes, split.by["K"])
-    shared = math.gcd(heads, problem.G)
-    first = split.start("N", heads) + shared * jnp.arange(heads // shared, dtype=jnp.int32)
-    return first // problem.G - split.start("K", kept)
 
+    ids: Array | None
+    kept: int
 
-def _taken(heads: Array | None, x: Array) -> Array:
-    return x if heads is None else jnp.take(x, heads, 2)
+    @classmethod
+    def of(cls, split: Split, problem: Problem, heads: int) -> "KeyHeads":
+        """For a device's `heads` query heads. Where groups are cut, they are as large as all can be alike."""
+        kept = problem.K // devices(split.sizes, split.by["K"])
+        if split.by.get("N", ()) == split.by["K"]:
+            return cls(None, kept)
+        shared = math.gcd(heads, problem.G)
+        first = split.start("N", heads) + shared * jnp.arange(heads // shared, dtype=jnp.int32)
+        return cls(first // problem.G - split.start("K", kept), kept)
 
+    def taken(self, x: Array) -> Array:
+        """Those of [B, S, K, *] that are needed."""
+        return x if self.ids is None else jnp.take(x, self.ids, 2)
 
-def _given_back(heads: Array | None, kept: int, x: Array) -> Array:
-    """Of gradients by key/value heads that were taken, those by all `kept`, summed in float32."""
-    if heads is None:
-        return x
-    whole = jnp.zeros((*x.shape[:2], kept, x.shape[3]), jnp.float32)
-    return whole.at[:, :, heads].add(x.astype(jnp.float32)).astype(x.dtype)
+    def given_back(self, x: Array) -> Array:
+        """Of gradients by those that were taken, those by all on the device, summed in float32."""
+        if self.ids is None:
+            return x
+        whole = jnp.zeros((*x.shape[:2], self.kept, x.shape[3]), jnp.float32)
+        return whole.at[:, :, self.ids].add(x.astype(jnp.float32)).astype(x.dtype)
 
 
 def _summed(x: Array, names: Axes) -> Array:
