@@ -5,6 +5,7 @@ from pallas_flash.api import dropout_mask as dropout_mask
 from pallas_flash.api import explain as explain
 from pallas_flash.api import flash_attention as flash_attention
 from pallas_flash.dispatch import Explanation as Explanation
+from pallas_flash.export import export as export
 from pallas_flash.modifiers import MaskModifier as MaskModifier
 from pallas_flash.modifiers import ScoreModifier as ScoreModifier
 from pallas_flash.plan import Blocks as Blocks

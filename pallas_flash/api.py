@@ -1,5 +1,6 @@
 """What did the user ask? Keywords become a `Problem`."""
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -8,9 +9,10 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
-from pallas_flash import arguments, dispatch, logits, problem, vjp
+from pallas_flash import arguments, dispatch, logits, problem, split, vjp
 from pallas_flash.modifiers import MaskModifier, ScoreModifier
 from pallas_flash.plan import MosaicPlan, Plan
 from pallas_flash.survey import BlockMask
@@ -207,7 +209,8 @@ def explain(query: Any, key: Any, value: Any, **keywords: Any) -> dispatch.Expla
     """Which implementation a call of `flash_attention` takes on the current device, and why each other one refuses.
 
     Args:
-        query, key, value: As for `flash_attention`; `jax.ShapeDtypeStruct`s will do.
+        query, key, value: As for `flash_attention`; `jax.ShapeDtypeStruct`s will do. If they have a `NamedSharding`,
+            it tells too what is split over the mesh, and what is gathered.
         **keywords: As for `flash_attention`.
 
     Returns:
@@ -218,7 +221,15 @@ def explain(query: Any, key: Any, value: Any, **keywords: Any) -> dispatch.Expla
     """
     tensors = {"query": query, "key": key, "value": value}
     shapes = {n: x if isinstance(x, jax.ShapeDtypeStruct) else arguments.array(n, x) for n, x in tensors.items()}
-    return dispatch.explain(_posed(**shapes, **keywords)[0])
+    posed, batch = _posed(**shapes, **keywords)
+    leading = ("B", *(f"batch axis {n}" for n in range(1, len(batch))))[: len(batch)]
+    axes = {name: (*leading, *letters) for name, letters in (("query", "TNH"), ("key", "SKH"), ("value", "SKV"))}
+    sharded = {
+        name: (axes[name], sharding)
+        for name, x in tensors.items()
+        if isinstance(sharding := getattr(x, "sharding", None), NamedSharding)
+    }
+    return dataclasses.replace(dispatch.explain(posed), sharding=split.told(posed, sharded))
 
 
 def block_mask(

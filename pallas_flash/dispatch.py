@@ -22,6 +22,7 @@ class Implementation:
         d_score: The same → gradients of the operands of `problem.score`, in its structure. With `backward` only.
         plan: problem → block sizes; None: it has none.
         deferral: problem → why the next implementation is faster, where both accept; None: it is not.
+        target: Name of the custom call that its kernels become; None: it has none.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Implementation:
     d_score: Callable | None = None
     plan: Callable[[Problem], Plan | MosaicPlan] | None = None
     deferral: Callable[[Problem], str | None] = lambda problem: None
+    target: str | None = None
 
 
 @functools.cache
@@ -50,7 +52,8 @@ def _kernels(name: str, package: str) -> Implementation:
         reason = f"its kernels cannot be imported ({error}); install jax and jaxlib of a supported version"
         return Implementation(name, lambda problem: reason, lambda *tensors: None)
     has = {name: getattr(kernels, name) for name in ("d_score", "deferral") if hasattr(kernels, name)}
-    return Implementation(name, kernels.refusal, kernels.forward, kernels.backward, plan=kernels.plan, **has)
+    has |= {"plan": kernels.plan, "target": kernels.TARGET}
+    return Implementation(name, kernels.refusal, kernels.forward, kernels.backward, **has)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +64,13 @@ class Explanation:
         implementation: Name of the chosen one.
         refusals: Name → reason, for each that refuses, or leaves the call to a faster one.
         plan: Its block sizes; None: it has none.
+        sharding: Of arrays that are sharded: array, or axis → how it is split over the mesh, or that it is gathered.
     """
 
     implementation: str
     refusals: Mapping[str, str]
     plan: Plan | MosaicPlan | None
+    sharding: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         rows = [("implementation", "", "why")]
@@ -73,6 +78,7 @@ class Explanation:
             chosen = each.name == self.implementation
             reason = self.refusals.get(each.name, "accepts")
             rows.append((each.name, "chosen" if chosen else "", str(self.plan) if chosen and self.plan else reason))
+        rows += [(name, "", how) for name, how in self.sharding.items()]
         return "\n".join(f"{name:<15} {mark:<7} {why}" for name, mark, why in rows)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
+from pallas_flash import varying
 from pallas_flash.cells import ALL, NONE, SOME, Cells, Span
 from pallas_flash.masks import Leaf, Lengths, Mask
 from pallas_flash.tile import Tile
@@ -78,7 +78,8 @@ def _counted(mask: Mask, cells: Cells, axes: tuple[int, ...]) -> Array:
 
     def by_row() -> Array:
         if 2 in axes:
-            start = jnp.zeros(jax.eval_shape(lambda: sums(0, 1)).shape, jnp.int32)
+            of_one = jax.eval_shape(lambda: sums(0, 1))
+            start = varying.as_over(varying.over(of_one), jnp.zeros(of_one.shape, jnp.int32))
             return lax.fori_loop(0, rows, lambda i, total: total + sums(i, 1), start)
         return jnp.moveaxis(lax.map(lambda i: sums(i, 1)[:, :, 0], jnp.arange(rows, dtype=jnp.int32)), 0, 2)
 
@@ -257,8 +258,8 @@ class Surveyed(Pattern):
 def regrouped(status: Array, old: int, blocks: tuple[int, int], shape: tuple[int, int]) -> Array:
     """The status of cells of `blocks` from that of cells of `old` squared, of which they lie in one or several."""
     for axis, new, count in zip((2, 3), blocks, shape, strict=True):
-        starts = new * np.arange(count)
-        lo, hi = starts // old, np.minimum(-(-(starts + new) // old), status.shape[axis])
+        starts = new * jnp.arange(count, dtype=jnp.int32)  # NumPy's would be a constant, which cannot be partitioned
+        lo, hi = starts // old, jnp.minimum(-(-(starts + new) // old), status.shape[axis])
         sizes = (hi - lo).reshape([-1 if axis == other else 1 for other in range(4)])
 
         def all_are(value: int, status=status, axis=axis, lo=lo, hi=hi, sizes=sizes) -> Array:

@@ -172,6 +172,11 @@ def _sizes(query, key, value) -> tuple[tuple[int, ...], dict[str, int]]:
                 f"{name}: expected the batch axes of query, {query.shape[:-3]}, got {array.shape[:-3]}; "
                 "broadcast them first"
             )
+        if isinstance(array, Array) and any(spec := tuple(jax.typeof(array).sharding.spec)[1:-3]):
+            raise ValueError(
+                f"{name}: expected mesh axes in its type along the first batch axis, not along the others, got {spec} "
+                "there; move that axis to the front, or jax.vmap over it"
+            )
     *batch, T, N, H = query.shape
     S, K, Hv = value.shape[-3:]
     if key.shape[-3:-1] != (S, K):

@@ -9,30 +9,45 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
-from pallas_flash import dispatch, softmax
+from pallas_flash import dispatch, partitioning, softmax
 from pallas_flash.problem import Problem
 
 RESIDUAL_NAMES = ("flash_attention_out", "flash_attention_lse")
 """Names of the saved output and log-sum-exp, for `jax.checkpoint_policies.save_only_these_names`."""
 
 
+def attend(problem: Problem, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    """Output and natural log-sum-exp of a resolved problem, differentiable in q, k, v and the floating leaves."""
+    try:
+        return attended(problem, q, k, v)
+    except TypeError as error:  # of JAX, which does not know whose it is
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(
+            f"flash_attention: the kernels of implementation {problem.implementation!r} have no forward-mode "
+            "derivatives (jvp, jacfwd); use implementation='xla' for them"
+        ) from error
+
+
 @jax.jit
-def attend(
+def attended(
     problem: Problem, q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K Hv"]
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
-    """Output and natural log-sum-exp of a resolved problem, differentiable in q, k, v and the floating leaves."""
+    """The same, traced once for all problems of one structure."""
     if problem.is_empty:
         rows = (problem.B, problem.N, problem.T)
         state = jnp.promote_types(q.dtype, jnp.float32)
         return jnp.zeros((*q.shape[:-1], problem.Hv), q.dtype), jnp.full(rows, -jnp.inf, state)
-    implementation = dispatch.chosen(problem)
-    recomputes = implementation.backward is not None
-    return (_recomputing if recomputes else implementation.forward)(problem, q, k, v)
+    recomputes = dispatch.chosen(problem).backward is not None
+    return (_recomputing if recomputes else _computed)(*partitioning.typed(problem, q, k, v))
 
 
-@jax.custom_vjp
-def _recomputing(problem: Problem, q, k, v):
-    return dispatch.chosen(problem).forward(problem, q, k, v)
+def _computed(problem: Problem, q, k, v):
+    o, lse = partitioning.split_up(partitioning.FORWARD, problem, q, k, v)
+    return o, lse
+
+
+_recomputing = jax.custom_vjp(_computed)
 
 
 def _forward(problem: Problem, q, k, v):
@@ -63,13 +78,15 @@ _recomputing.defvjp(_forward, _backward)
 
 @jax.custom_vjp
 def _gradients(problem: Problem, *tensors):
-    implementation = dispatch.chosen(problem)
-    assert implementation.backward is not None and implementation.d_score is not None
-    d_score = jax.tree.map(_zero, problem.score)
-    if any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(problem.score)):
+    dq, dk, dv, *d_scale = partitioning.split_up(partitioning.BACKWARD, problem, *tensors)
+    leaves, structure = jax.tree.flatten(problem.score)
+    d_score = [_zero(leaf) for leaf in leaves]
+    if scored := [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]:
         # Kernels of their own, which XLA drops if they are not asked for.
-        d_score = implementation.d_score(problem, *tensors)
-    return *implementation.backward(problem, *tensors), d_score
+        found = partitioning.split_up(partitioning.D_SCORE, problem, *tensors)
+        for i, gradient in zip(scored, found, strict=True):
+            d_score[i] = gradient
+    return dq, dk, dv, d_scale[0] if d_scale else None, structure.unflatten(d_score)
 
 
 def _refuse(problem: Problem, *tensors):

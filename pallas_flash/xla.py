@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from pallas_flash import lists, patterns, softmax
+from pallas_flash import lists, patterns, softmax, varying
 from pallas_flash.cells import NONE, Cells
 from pallas_flash.masks import Lengths
 from pallas_flash.problem import Problem
@@ -117,7 +117,8 @@ def _rows(problem: Problem, k_blocks: Array, v_blocks: Array, i: Array, needed: 
         return lax.cond(needed[block[0]], lambda: step(run, *block), lambda: run), None
 
     columns = jnp.arange(len(k_blocks), dtype=jnp.int32)
-    run = softmax.start(q.shape[:-1], problem.Hv, q.dtype)
+    start = softmax.start(q.shape[:-1], problem.Hv, q.dtype)
+    run = jax.tree.map(functools.partial(varying.as_over, varying.over(q)), start)
     run, _ = lax.scan(step_if_needed, run, (columns, k_blocks, v_blocks))
     sinks = None if problem.sinks is None else problem.sinks.reshape(problem.K, problem.G, 1)
     return softmax.finish(run, sinks, problem.gain)

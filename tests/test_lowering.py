@@ -316,13 +316,13 @@ def test_values_never_recompile(options):
         *[jnp.ones((1, 8, 1, 8))] * 3, **options
     )  # JAX's interpreter changes its configuration on first use
     q = jnp.ones((2, 16, 2, 8))
-    before = vjp.attend._cache_size()
+    before = vjp.attended._cache_size()
     for i in range(20):
         lengths, offset, scale = np.array([i % 16, 3]), jnp.int32(i), jnp.float32(0.1 * i)
         flash_attention(
             q, q, q, is_causal=True, key_value_seq_lengths=lengths, query_offset=offset, scale=scale, **options
         ).block_until_ready()
-    assert vjp.attend._cache_size() == before + 1
+    assert vjp.attended._cache_size() == before + 1
 
 
 def below(tile, limit):
@@ -335,14 +335,14 @@ def test_masks_never_recompile(options):
     q = jnp.ones((2, 16, 2, 8))
     flash_attention(q, q, q, **options)
     draw = np.random.default_rng(0)
-    before = vjp.attend._cache_size()
+    before = vjp.attended._cache_size()
     for _ in range(20):
         ids, limit = draw.integers(-1, 3, (2, 16)), draw.integers(0, 16, (2, 1))
         flash_attention(
             q, q, q, mask=draw.random((16, 16)) < 0.5, query_segment_ids=ids, key_value_segment_ids=ids,
             mask_modifiers=(MaskModifier(below, (limit,), ("BT",)),), **options,
         ).block_until_ready()  # fmt: skip
-    assert vjp.attend._cache_size() == before + 1
+    assert vjp.attended._cache_size() == before + 1
 
 
 def weighed(score, tile, weight):
@@ -355,14 +355,14 @@ def test_scores_never_recompile(options):
     q = jnp.ones((2, 16, 2, 8))
     flash_attention(q, q, q, **options)
     draw = np.random.default_rng(0)
-    before = vjp.attend._cache_size()
+    before = vjp.attended._cache_size()
     for i in range(20):
         flash_attention(
             q, q, q, bias=draw.random((2, 16, 16), np.float32), alibi_slopes=draw.random(2, np.float32),
             sinks=draw.random(2, np.float32), dropout_rate=0.1, dropout_key=jax.random.key(i), logits_soft_cap=5.0,
             score_modifiers=(ScoreModifier(weighed, (draw.random((2, 16), np.float32),), ("BS",)),), **options,
         ).block_until_ready()  # fmt: skip
-    assert vjp.attend._cache_size() == before + 1
+    assert vjp.attended._cache_size() == before + 1
 
     @jax.jit
     def step(key):

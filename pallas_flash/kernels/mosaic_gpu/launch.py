@@ -6,12 +6,16 @@ from typing import Any
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_flash import varying
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.kernels.mosaic_gpu import pipeline
 from pallas_flash.lists import Listed
 from pallas_flash.masks import Lengths, Mask
 from pallas_flash.plan import MosaicBlocks
 from pallas_flash.problem import Problem
+
+TARGET = "mosaic_gpu_v2"
+"""Name of the custom call that a kernel becomes."""
 
 
 def bounded(problem: Problem, block_k: int) -> Mask:
@@ -40,7 +44,7 @@ def call(
     x, y, z = grid.shape
     launch = plgpu.kernel(
         body,
-        out_type=outputs,
+        out_type=tuple(varying.like(operands[0], shape) for shape in outputs),
         grid=(x * y * z,),
         grid_names=(pipeline.BLOCK,),
         num_threads=consumers + 1,

@@ -21,6 +21,7 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 from pallas_flash import plan as plans
+from pallas_flash import varying
 from pallas_flash.cells import Span
 from pallas_flash.elementary import INFINITY, PLAIN, Elementary, differentiable
 from pallas_flash.kernels import device
@@ -30,6 +31,9 @@ from pallas_flash.masks import Lengths, Mask
 from pallas_flash.plan import Blocks, Plan, padded
 from pallas_flash.problem import Problem
 from pallas_flash.tile import Tile, indices
+
+TARGET = "__gpu$xla.gpu.triton"
+"""Name of the custom call that a kernel becomes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,7 +290,7 @@ def call(
         grid=grid.shape,
         in_specs=[*map(leaf_spec, leaves)] + [layout.spec(grid) for _, layout in operands],
         out_specs=[layout.spec(grid) for _, layout in outputs],
-        out_shape=[shape for shape, _ in outputs],
+        out_shape=[varying.like(operands[0][0], shape) for shape, _ in outputs],
         interpret=problem.interpret,
         compiler_params=_CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages),
         name=name,
