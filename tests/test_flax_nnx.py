@@ -212,7 +212,6 @@ def assert_all_close(result, expected):
 
 NO_DROPOUT = {"dropout_rate": 0.3, "deterministic": True, "keep_rngs": False}
 LAYERS = {
-    "causal": ({}, [(B, T)], None, True),
     "causal_cross": ({"in_kv_features": FEATURES}, [(B, T), (B, 30)], None, True),
     "grouped": ({"num_kv_heads": 2}, [(B, T)], CAUSAL, False),
     "grouped_to_one": ({"num_kv_heads": 1}, [(B, T)], keep(B, 1, T, T), True),
