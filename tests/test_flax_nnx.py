@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from flax_layers import attention_fn
 from flax_layers.nnx import FlashMultiHeadAttention, flash_attention_fn
 from pallas_flash import dropout_mask
 
@@ -321,3 +322,10 @@ def test_function_takes_no_part_of_the_cache_for_the_first_query():
     assert_close(last, flash_attention_fn(query, key[:, 4:], key[:, 4:]))
     with pytest.raises(TypeError, match=r"input_positions: expected options .*rotate query and key"):
         build_flax(attention_fn=flash_attention_fn)(draw(B, T, FEATURES), input_positions=jnp.arange(T))
+
+
+def test_options_and_precision_reach_flash_attention(monkeypatch):
+    got, query = {}, draw(B, T, N, 8)
+    monkeypatch.setattr(attention_fn, "flash_attention", lambda query, *_, **keywords: got.update(keywords) or query)
+    flash_attention_fn(query, query, query, precision="highest", is_causal=True, logits_soft_cap=5.0)
+    assert got == {"precision": "highest", "is_causal": True, "logits_soft_cap": 5.0}
