@@ -1,5 +1,5 @@
-"""Attention layers for Flax that compute with pallas_flash.
+"""Attention for Flax that computes with pallas_flash: functions for Flax's own layers, and a layer.
 
-Import the module for the Flax API that you use: `flax_layers.nnx`. Each imports nothing of pallas_flash but its public
-functions, so that it doubles as an example of how to build a layer on them.
+Import the module for the Flax API that you use: `flax_layers.linen` or `flax_layers.nnx`. Each imports nothing of
+pallas_flash but its public functions, so that it doubles as an example of how to build on them.
 """

@@ -1,15 +1,89 @@
-"""Multi-head attention for Flax nnx, computed by `flash_attention`."""
+"""Attention for Flax nnx, computed by `flash_attention`: a function for Flax's layer, and a layer."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.nnx.nn.dtypes import promote_dtype
-from flax.typing import Dtype
+from flax.nnx.nn import dtypes
+from flax.typing import Dtype, PrecisionLike
 from jax import Array
+from jax.typing import ArrayLike
 
+from flax_layers import attention_fn
 from pallas_flash import flash_attention
+
+
+def flash_attention_fn(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Dtype | None = None,
+    precision: PrecisionLike = None,
+    module: nnx.Module | None = None,
+    promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
+    is_causal: bool = False,
+    **options: Any,
+) -> Array:
+    """`flax.nnx.dot_product_attention` whose T×S weights are never stored; docs/flax.md tells the rules.
+
+    Example:
+        layer = nnx.MultiHeadAttention(8, 512, attention_fn=flash_attention_fn, decode=False, rngs=nnx.Rngs(0))
+
+    What a layer passes itself is set on the layer (`broadcast_dropout=False`) or in its call (`is_causal=True`); a
+    `functools.partial` holds options.
+
+    Args:
+        query: [*B, T, N, H], floating, any number of batch axes.
+        key: [*B, S, K, H], floating; K divides N.
+        value: [*B, S, K, Hv], floating.
+        bias: Floating, broadcastable to [*B, N, T, S], added to the scaled scores.
+        mask: Boolean or a number, 0 = do not attend, broadcastable to [*B, N, T, S]. A query with nothing to attend to
+            gives 0 (Flax's function: the mean of the values).
+        broadcast_dropout: Whether to drop the same in every batch entry and head, for which Flax's own function is
+            called, with a warning. False: by `flash_attention`.
+        dropout_rng: A key of `jax.random`. `pallas_flash.dropout_mask` tells what it drops, which is not what
+            Flax's function drops for the same key.
+        dropout_rate: Chance of each weight to be dropped, 0 <= rate < 1, a Python number, rounded to a multiple of
+            2⁻¹⁵.
+        deterministic: Whether nothing is dropped. (For gradients that repeat bit for bit, what `flash_attention` calls
+            deterministic, put --xla_gpu_deterministic_ops in XLA_FLAGS.)
+        dtype: To which query, key and value are cast; None: the one that they promote to.
+        precision: `jax.lax.Precision` or its name, of the dots of float32 inputs (which Flax's function does not heed
+            without dropout). A pair is an error.
+        module: Sows the weights, for which Flax's own function is called.
+        promote_dtype: Casts the tuple of query, key and value.
+        is_causal: Whether query t attends to keys 0 … t alone.
+        **options: More keywords of `flash_attention`: local_window_size, implementation, interpret, … Those that
+            depend on positions need T = S or `query_offset`.
+
+    Returns:
+        [*B, T, N, Hv] in the promoted dtype.
+
+    Raises:
+        NotImplementedError: Flax's own function would have to be called, but `implementation` is named, or an option
+            is given that it does not know.
+        TypeError, ValueError: As of `flash_attention`; an option that Flax sets itself; weights to drop without a key;
+            an option of positions where T is not S.
+    """
+    drops = not deterministic and dropout_rate > 0
+    if refused := attention_fn.refusal(module, drops and broadcast_dropout):
+        return attention_fn.by_flax(
+            nnx.dot_product_attention, refused, options,
+            query, key, value, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype,
+            precision, module, promote_dtype, is_causal,
+        )  # fmt: skip
+    tensors = promote_dtype((query, key, value), dtype=dtype)
+    from_flax = {"precision": precision, "is_causal": is_causal}
+    from_flax |= attention_fn.dropout(dropout_rng, dropout_rate, deterministic)
+    return attention_fn.attend(tensors, bias, mask, options, **from_flax)
 
 
 class FlashMultiHeadAttention(nnx.Module):
@@ -123,7 +197,7 @@ class FlashMultiHeadAttention(nnx.Module):
                 )
 
         query, key, value = self.query(inputs_q), self.key(inputs_k), self.value(inputs_v)
-        query, key, value = promote_dtype((query, key, value), dtype=self.dtype)
+        query, key, value = dtypes.promote_dtype((query, key, value), dtype=self.dtype)
         heads = self.attention_fn(
             query,
             key,

@@ -15,7 +15,7 @@ def test_minimal_flash(capsys):
     assert "causal" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/scores.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/flax.md", "docs/scores.md"])
 def test_code_blocks(page):
     """The Python blocks, one after the other in one namespace; what they assert holds."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)

@@ -1,4 +1,7 @@
-"""`flax_layers.nnx`: the same layer as Flax's own, parameter for parameter and number for number."""
+"""`flax_layers.nnx`: the same as Flax's own, parameter for parameter and number for number."""
+
+import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from flax_layers.nnx import FlashMultiHeadAttention
+from flax_layers import attention_fn
+from flax_layers.nnx import FlashMultiHeadAttention, flash_attention_fn
+from pallas_flash import dropout_mask
 
 B, T, FEATURES, N = 2, 21, 12, 4
 SIZES = dict(num_heads=N, in_features=FEATURES, qkv_features=32, out_features=10)
@@ -170,3 +175,157 @@ def test_inputs_that_do_not_fit():
         layer(x, x, x[..., :7])
     with pytest.raises(ValueError, match="inputs_k: expected an array beside inputs_v, got None"):
         layer(x, inputs_v=x)
+
+
+# `flash_attention_fn` in Flax's own layer
+
+XLA = functools.partial(flash_attention_fn, implementation="xla")  # a named implementation leaves nothing to Flax
+TRITON = functools.partial(flash_attention_fn, implementation="triton", interpret=True)
+CAUSAL = nnx.make_causal_mask(jnp.ones((B, T)))  # float32, as Flax makes them
+build_flax = functools.partial(build, nnx.MultiHeadAttention, decode=False)
+
+
+def keep(*shape: int) -> np.ndarray:
+    """A random mask that leaves the first key to each query."""
+    mask = np.random.default_rng(9).random(shape) < 0.6
+    mask[..., 0] = True
+    return mask
+
+
+@nnx.jit(static_argnames="is_causal")
+def _all_gradients(layer, inputs, mask, is_causal=False):
+    def pulled(layer, inputs):
+        out = layer(*inputs, mask=mask, is_causal=is_causal)
+        return jnp.vdot(draw(*out.shape, seed=7), out), out
+
+    (_, out), (d_params, d_inputs) = nnx.value_and_grad(pulled, argnums=(0, 1), has_aux=True)(layer, inputs)
+    rows = {".".join(map(str, path)): p[...] for path, p in nnx.to_flat_state(d_params)}
+    return {"output": out, **{str(n): dx for n, dx in enumerate(d_inputs)}, **rows}
+
+
+def assert_all_close(result, expected):
+    """As `assert_close`; d(key.bias) is 0 in exact arithmetic, a sum of terms as large as those of d(query.bias)."""
+    assert result.keys() == expected.keys()
+    for name, right in expected.items():
+        largest = np.abs(expected[name.replace("key.bias", "query.bias")]).max()
+        np.testing.assert_allclose(result[name], right, rtol=0, atol=64 * EPS * largest, err_msg=name)
+
+
+NO_DROPOUT = {"dropout_rate": 0.3, "deterministic": True, "keep_rngs": False}
+LAYERS = {
+    "causal_cross": ({"in_kv_features": FEATURES}, [(B, T), (B, 30)], None, True),
+    "grouped": ({"num_kv_heads": 2}, [(B, T)], CAUSAL, False),
+    "grouped_to_one": ({"num_kv_heads": 1}, [(B, T)], keep(B, 1, T, T), True),
+    "three_inputs": ({"normalize_qk": True}, [(B, T), (B, 30), (B, 30)], keep(B, N, T, 30), False),
+    "two_batch_axes": (NO_DROPOUT, [(3, B, T)], keep(3, B, 1, T, T), False),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_flax_layers_equal_those_with_flax_function(name):
+    options, shapes, mask, is_causal = LAYERS[name]
+    inputs = [draw(*shape, FEATURES, seed=n) for n, shape in enumerate(shapes)]
+    layers = [build_flax(**options, **given) for given in ({"attention_fn": XLA}, {})]
+    assert_all_close(*(_all_gradients(layer, inputs, mask, is_causal=is_causal) for layer in layers))
+
+
+def test_flax_layer_with_interpreted_kernels():
+    layers = [build_flax(num_kv_heads=2, **given) for given in ({"attention_fn": TRITON}, {})]
+    assert_all_close(*(_all_gradients(layer, [draw(B, T, FEATURES)], None, is_causal=True) for layer in layers))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2}], ids=["all_heads", "grouped"])
+def test_decoding_with_flax_cache(options):
+    """Each of six steps in a cache of eight equals Flax's, and the causal layer's row, also if `is_causal` is on."""
+    x, step = draw(B, 8, FEATURES), nnx.jit(lambda layer, x: layer(x, decode=True, is_causal=True))
+    layers = [build_flax(**options, **given) for given in ({"attention_fn": XLA}, {})]
+    whole = np.asarray(layers[0](x, is_causal=True))
+    for layer in layers:
+        layer.init_cache(x.shape)
+    for t in range(6):
+        ours, flax = (np.asarray(step(layer, x[:, t : t + 1])) for layer in layers)
+        assert_close(ours, flax)
+        assert_close(ours[:, 0], whole[:, t])
+
+
+@pytest.mark.parametrize("function", [XLA, TRITON], ids=["xla", "triton"])
+def test_fused_dropout_is_that_of_dropout_mask(function):
+    query, key, value = draw(B, T, N, 8), draw(B, T, N, 8, seed=1), draw(B, T, N, 8, seed=2)
+    dropped = {"dropout_rng": jax.random.key(5), "dropout_rate": 0.25, "broadcast_dropout": False}
+    result = function(query, key, value, mask=CAUSAL, **dropped)
+    kept = dropout_mask(dropped["dropout_rng"], 0.25, T, T, batch=(B,), heads=N)
+    assert abs(kept.mean() - 0.75) < 0.03  # 4 sigma of 3528 draws
+    weights = nnx.nn.attention.dot_product_attention_weights(query, key, mask=CAUSAL)
+    assert_close(result, jnp.einsum("bnts,bsnh->btnh", jnp.where(kept, weights / 0.75, 0), value))
+
+
+def test_layer_drops_with_keys_of_its_stream():
+    x, options = draw(B, T, FEATURES), {"dropout_rate": 0.25, "deterministic": False, "keep_rngs": False}
+    layer = build_flax(attention_fn=XLA, broadcast_dropout=False, **options)
+    first, again, other = (np.asarray(layer(x, rngs=nnx.Rngs(dropout=n))) for n in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(first - other).max() > 0.01
+
+    expected = build_flax(**options)(x, rngs=nnx.Rngs(dropout=0))
+    with pytest.warns(UserWarning, match=r"T×S weights are stored\. broadcast_dropout=True.*broadcast_dropout=False"):
+        result = build_flax(attention_fn=flash_attention_fn, **options)(x, rngs=nnx.Rngs(dropout=0))
+    np.testing.assert_array_equal(result, expected)
+    with pytest.raises(NotImplementedError, match=r"broadcast_dropout=True: .*got implementation; build"):
+        build_flax(attention_fn=XLA, **options)(x, rngs=nnx.Rngs(dropout=0))
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
+def test_weights_are_sown_by_flax():
+    x, layers = draw(B, T, FEATURES), [build_flax(**given) for given in ({"attention_fn": flash_attention_fn}, {})]
+    ours, flax = (layer(x, is_causal=True, sow_weights=True) for layer in layers)
+    np.testing.assert_array_equal(ours, flax)
+    sown, expected = (nnx.pop(layer, nnx.Intermediate)["attention_weights"][0] for layer in layers)
+    assert sown.shape == (B, N, T, T)
+    np.testing.assert_array_equal(sown, expected)
+    with pytest.raises(NotImplementedError, match=r"module: .*got implementation; call without sow_weights"):
+        build_flax(attention_fn=XLA)(x, sow_weights=True)
+
+
+def test_function_has_the_signature_of_flax():
+    ours, flax = (inspect.signature(f).parameters for f in (flash_attention_fn, nnx.dot_product_attention))
+    assert [(p.name, p.default) for p in ours.values()][:-1] == [(p.name, p.default) for p in flax.values()]
+
+
+def test_function_promotes_as_it_is_told():
+    """Every dtype as Flax has it; `promote_dtype` is called once with all three, and `dtype`."""
+    arrays = draw(B, T, N, 8), draw(B, T, N, 8, seed=1), draw(B, T, N, 8, seed=2).astype(jnp.bfloat16)
+    for dtype in (None, jnp.bfloat16):
+        ours, flax = (f(*arrays, dtype=dtype) for f in (XLA, nnx.dot_product_attention))
+        assert ours.dtype == flax.dtype
+        eps = float(jnp.finfo(flax.dtype).eps)
+        np.testing.assert_allclose(np.asarray(ours, float), np.asarray(flax, float), atol=8 * eps, rtol=8 * eps)
+    halved = XLA(*arrays, promote_dtype=lambda tensors, dtype: tuple(jnp.asarray(x, jnp.float16) for x in tensors))
+    assert halved.dtype == jnp.float16
+
+
+def test_bias_and_its_gradient_equal_those_of_flax():
+    arrays = draw(3, B, T, N, 8), draw(3, B, 30, 2, 8, seed=1), draw(3, B, 30, 2, 8, seed=2)
+    bias = 2 * draw(3, B, N, T, 30, seed=3)
+    rows = []
+    for f in (XLA, nnx.dot_product_attention):
+        out, pull = jax.vjp(lambda bias, f=f: f(*arrays, bias), bias)
+        rows.append((np.asarray(out), np.asarray(pull(draw(*out.shape, seed=7))[0])))
+    for ours, flax in zip(*rows, strict=True):
+        assert_close(ours, flax)
+
+
+def test_function_takes_no_part_of_the_cache_for_the_first_query():
+    query, key = draw(B, 1, N, 8), draw(B, 8, N, 8)
+    with pytest.raises(ValueError, match=r"local_window_size: .*got 1 queries and 8 keys; to decode .*leave it out"):
+        flash_attention_fn(query, key, key, local_window_size=(3, 0))
+    last = flash_attention_fn(query, key, key, local_window_size=(3, 0), query_offset=7)
+    assert_close(last, flash_attention_fn(query, key[:, 4:], key[:, 4:]))
+    with pytest.raises(TypeError, match=r"input_positions: expected options .*rotate query and key"):
+        build_flax(attention_fn=flash_attention_fn)(draw(B, T, FEATURES), input_positions=jnp.arange(T))
+
+
+def test_options_and_precision_reach_flash_attention(monkeypatch):
+    got, query = {}, draw(B, T, N, 8)
+    monkeypatch.setattr(attention_fn, "flash_attention", lambda query, *_, **keywords: got.update(keywords) or query)
+    flash_attention_fn(query, query, query, precision="highest", is_causal=True, logits_soft_cap=5.0)
+    assert got == {"precision": "highest", "is_causal": True, "logits_soft_cap": 5.0}
