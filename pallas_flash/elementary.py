@@ -22,9 +22,9 @@ INFINITY = 0x7C00
 """Bits of infinity as float16; without a sign, numbers above are NaN, and those below have the order of their bits."""
 
 
-def only(keep: Array, x: Array) -> Array:
-    """`x` where it is kept, else 0."""
-    return jnp.where(keep, x, jnp.zeros_like(x))
+def only(keep: Array | None, x: Array) -> Array:
+    """`x` with 0 where it is not kept, whatever is there; so is its cotangent. `keep` None: all of it."""
+    return x if keep is None else jnp.where(keep, x, x.dtype.type(0))
 
 
 def sieve(words: tuple[Array, Array], bits: tuple[Array, Array], bound: int) -> Callable[[Array], Array]:

@@ -5,12 +5,14 @@ import functools
 import math
 import operator
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.tree_util import Partial
 
 from pallas_flash import arguments, logits, patterns
 from pallas_flash.arguments import FAR, describe, operand, per_batch
@@ -20,6 +22,7 @@ from pallas_flash.modifiers import MaskModifier
 from pallas_flash.patterns import Dense, Modified, Segments
 from pallas_flash.plan import MosaicPlan, Plan
 from pallas_flash.survey import BlockMask
+from pallas_flash.tile import Tile
 
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -88,6 +91,10 @@ class Problem:
     def gain(self) -> float:
         """What probabilities that are not dropped are multiplied by."""
         return self.dropout.gain if self.dropout else 1.0
+
+    def drop(self, tile: Tile) -> Callable[[Array], Array]:
+        """The map x ↦ x with 0 for what is dropped of a tile; a pytree."""
+        return self.dropout.sieve(tile) if self.dropout else Partial(lambda x: x)
 
     @property
     def is_empty(self) -> bool:

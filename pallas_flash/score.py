@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from pallas_flash import softmax
+from pallas_flash.elementary import only
 from pallas_flash.tile import Tile
 
 Leaf = Any  # of a pytree: an array, or what JAX's transformations put in its place
@@ -119,10 +119,10 @@ class Located(NamedTuple):
 
         What does not count, for `keep`, is 0 before, so that no derivative is NaN there.
         """
-        z, hidden = softmax.only(keep, z), None
+        z, hidden = only(keep, z), None
         for term, part, unit in zip(self.terms, self.parts, self.units, strict=True):
             is_first, is_last = term is self.terms[0], term is self.terms[-1]
-            part = [softmax.only(keep, x) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in part]
+            part = [only(keep, x) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in part]
             z = z if is_first or unit == 1 else z * (1 / unit)
             z = jnp.broadcast_to(term.function(z, self.tile, *term.divided(part, unit)), z.shape)
             z = z if is_last or unit == 1 else z * unit
@@ -136,7 +136,7 @@ class Located(NamedTuple):
 
         Forward passes take it from here too, so that a function's own derivative leaves no trace in a kernel.
         """
-        value, pull = jax.vjp(lambda z: self.of(softmax.only(keep, z)), z)
+        value, pull = jax.vjp(lambda z: self.of(only(keep, z)), z)
         by = self.gain / self.units[0]
         return value, lambda ds: pull(ds)[0] if by == 1 else pull(ds)[0] * by
 

@@ -62,11 +62,6 @@ def masked(s: Array, keep: Array | None) -> Array:
     return s if keep is None else jnp.where(keep, s, -jnp.inf)
 
 
-def only(keep: Array | None, x: Array) -> Array:
-    """`x` with 0 where a score does not count, whatever is there; so is its cotangent. `keep` None: all count."""
-    return x if keep is None else jnp.where(keep, x, 0.0)
-
-
 def advance(
     m: Array,
     l: Array,  # noqa: E741

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from jax import Array
-from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 from pallas_flash import softmax
@@ -39,8 +38,7 @@ class Weigher(NamedTuple):
         scale = softmax.base2(problem.any_scale)[1] * softmax.LN2
         score = problem.score.at(tile, scale) if problem.score.terms else None
         keep = mask.keep(tile) if edge else None
-        drop = problem.dropout.sieve(tile) if problem.dropout else Partial(lambda x: x)
-        return cls(score, keep, drop, problem.gain, edge and mask.reads, tile)
+        return cls(score, keep, problem.drop(tile), problem.gain, edge and mask.reads, tile)
 
     def logits(self, s: Array, c: ArrayLike) -> tuple[Array, ArrayLike, Callable[[Array], Array]]:
         """Logits, -inf where they do not count, as scores of which some factor times is base 2.

@@ -103,7 +103,7 @@ def _rows(problem: Problem, k_blocks: Array, v_blocks: Array, i: Array, needed: 
     def step(run: softmax.Running, j: Array, k: Array, v: Array) -> softmax.Running:
         k, v = k[:, :, 0], v[:, :, 0]
         tile = _tile(problem, i, block_q, j, block_k)
-        keep, drop = mask.keep(tile), problem.dropout.sieve(tile) if problem.dropout else lambda x: x
+        keep, drop = mask.keep(tile), problem.drop(tile)
         s, factor = dot("bkgqh,bksh->bkgqs", q, k), c
         if problem.score.terms:
             score = problem.score.at(tile, problem.any_scale)
