@@ -16,6 +16,5 @@ from pallas_flash.position import relative_position_bias as relative_position_bi
 from pallas_flash.softmax import merge as merge
 from pallas_flash.survey import BlockMask as BlockMask
 from pallas_flash.varlen import flash_attention_varlen as flash_attention_varlen
+from pallas_flash.version import __version__ as __version__
 from pallas_flash.vjp import RESIDUAL_NAMES as RESIDUAL_NAMES
-
-__version__ = "0.1.0"

@@ -1,14 +1,12 @@
-"""What block sizes? Frozen plans, and the heuristics that choose one for a device and a problem's sizes."""
+"""What block sizes? Frozen plans, what they depend on, and which fit a GPU."""
 
 import dataclasses
-import functools
-from typing import NamedTuple
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 """KiB that one thread block may use, by compute capability (CUDA C++ Programming Guide, "Compute Capabilities")."""
-
-
-KERNELS = ("forward", "dq", "dkv")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +65,12 @@ class Plan:
     dkv: Blocks
 
     def __post_init__(self):
-        _check(Blocks, {kernel: getattr(self, kernel) for kernel in KERNELS})
+        _check(Blocks, vars(self))
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Those that a call launches."""
+        return ("forward", "dq", "dkv")
 
     def __str__(self) -> str:
         return f"forward {self.forward}, dq {self.dq}, dkv {self.dkv}"
@@ -133,9 +136,18 @@ class MosaicPlan:
         if self.dkv.block_q > 128:
             raise ValueError(f"dkv: expected block_q 64 or 128, got {self.dkv}; plan=None picks one")
 
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Those that a call launches."""
+        return ("forward", "backward") if self.backward else ("forward", "dq", "dkv")
+
     def __str__(self) -> str:
         gradients = f"backward {self.backward}" if self.backward else f"dq {self.dq}, dk and dv {self.dkv}"
         return f"forward {self.forward}, {gradients}"
+
+
+AnyBlocks = Blocks | MosaicBlocks
+AnyPlan = Plan | MosaicPlan
 
 
 def _check(kind: type, fields: dict[str, object]) -> None:
@@ -146,10 +158,16 @@ def _check(kind: type, fields: dict[str, object]) -> None:
 
 
 class Sizes(NamedTuple):
-    """What the choice of a plan depends on: lengths, head dims, how the dots are computed, and what each score reads.
+    """What the choice of a plan depends on.
 
-    `dots` is "half" for 2-byte inputs, and for float32 "tf32" or "tf32x3" (three products). `read` are the bytes of
-    bias, mask and the like for one score.
+    Attributes:
+        T, S, H, Hv: Lengths and head dims.
+        dots: "half" for 2-byte inputs, and for float32 "tf32" or "tf32x3" (three products).
+        read: Bytes of bias, mask and the like for one score.
+        mask: The kinds of masks: "causal", "window -5 0" or "full", and what hides further scores.
+        G: Query heads per key/value head.
+        heads: Batch entries times query heads.
+        features: What else kernels compute, in alphabetical order: terms of scores, dropout, sinks and the like.
     """
 
     T: int
@@ -158,6 +176,10 @@ class Sizes(NamedTuple):
     Hv: int
     dots: str
     read: int = 0
+    mask: str = "full"
+    G: int = 1
+    heads: int = 1
+    features: tuple[str, ...] = ()
 
 
 def padded(width: int) -> int:
@@ -182,43 +204,9 @@ def shared_memory(kernel: str, blocks: Blocks, sizes: Sizes) -> int:
     return itemsize * (fixed * fixed_width + blocks.num_stages * moving * both) + vectors + scores
 
 
-# The best blocks per dots, kernel and padded head dim, as measured on an H200 ("half" at T = 8192, the others at 4096).
-_BEST = {
-    "half": {
-        "forward": {64: (128, 64, 8, 3, 4), 128: (128, 64, 4, 2, 4), 256: (128, 64, 8, 2, 4)},
-        "dq": {64: (128, 64, 4, 3, 8), 128: (128, 64, 8, 3, 4), 256: (64, 64, 4, 2)},
-        "dkv": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 64, 8, 2)},
-    },
-    "tf32": {
-        "forward": {64: (128, 32, 4, 2), 128: (32, 64, 4, 2), 256: (32, 32, 4, 2)},
-        "dq": {64: (128, 32, 4, 1), 128: (128, 32, 8, 1), 256: (32, 32, 4, 1)},
-        "dkv": {64: (64, 64, 4, 1), 128: (32, 32, 4, 2), 256: (64, 32, 8, 1)},
-    },
-    "tf32x3": {
-        "forward": {64: (128, 32, 4, 1), 128: (32, 64, 4, 1), 256: (32, 32, 4, 1)},
-        "dq": {64: (64, 64, 4, 1), 128: (32, 64, 4, 1), 256: (32, 32, 4, 1)},
-        "dkv": {64: (64, 32, 4, 1), 128: (32, 32, 4, 1), 256: (32, 16, 4, 1)},
-    },
-}
-# What is tried next where shared memory is too small for them.
-_SMALLER = ((64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1))
-
-
-@functools.cache
-def choose(capability: int, sizes: Sizes) -> Plan:
-    """The plan for a GPU of this compute capability (90 for 9.0); `shortage` says whether it fits."""
-    width = min(max(64, padded(sizes.H), padded(sizes.Hv)), 256)
-    chosen = {}
-    for kernel in KERNELS:
-        options = [_shortened(Blocks(*option), sizes) for option in (_BEST[sizes.dots][kernel][width], *_SMALLER)]
-        fitting = [each for each in options if shared_memory(kernel, each, sizes) <= available(capability)]
-        chosen[kernel] = fitting[0] if fitting else options[-1]
-    return Plan(**chosen)
-
-
 def shortage(plan: Plan, capability: int, sizes: Sizes) -> str | None:
     """Which kernel needs more shared memory than the GPU has; None: the plan fits."""
-    for kernel in KERNELS:
+    for kernel in plan.kernels:
         needed = shared_memory(kernel, getattr(plan, kernel), sizes)
         if needed > available(capability):
             return (
@@ -232,36 +220,9 @@ def available(capability: int) -> int:
     return 1024 * SHARED_MEMORY.get(capability, 99)
 
 
-def _shortened(blocks: Blocks, sizes: Sizes) -> Blocks:
-    """No larger than the sequences need."""
-    return dataclasses.replace(
-        blocks, block_q=min(blocks.block_q, padded(sizes.T)), block_k=min(blocks.block_k, padded(sizes.S))
-    )
-
-
 def whole(n: int, boxes: int = 1) -> int:
     """`n` up to whole boxes (or as many at a time) of 64, in which the Mosaic-GPU kernels move and compute."""
     return -(-n // (64 * boxes)) * 64 * boxes
-
-
-# Forward, backward, dq and dkv by padded head dim, as measured on an H200 at T = 8192.
-_MOSAIC = {
-    64: ((192, 128, 2, 8), (128, 128, 2, 8), (128, 128, 2, 8), (128, 128, 2, 8)),
-    128: ((128, 128, 2, 4), (64, 128, 2, 4), (128, 128, 2, 8), (128, 128, 2, 8)),
-    192: ((128, 64, 2, 4), None, (128, 64, 2, 8), (64, 128, 2, 8)),
-    256: ((128, 64, 2, 8), None, (128, 64, 1, 8), (64, 128, 1, 8)),
-}
-
-
-@functools.cache
-def choose_mosaic(T: int, H: int, Hv: int, grows: bool = False) -> MosaicPlan:
-    """The plan of the Mosaic-GPU kernels for a Hopper GPU; `grows` as of a mask (`masks.Mask.grows`)."""
-    width = whole(max(H, Hv))
-    forward, backward, dq, dkv = (blocks and MosaicBlocks(*blocks) for blocks in _MOSAIC[width])
-    forward, dq = (dataclasses.replace(x, block_q=min(x.block_q, whole(max(T, 1)))) for x in (forward, dq))
-    if grows:  # the tiles that run side by side differ in length, and drift apart
-        forward, backward = (x and dataclasses.replace(x, head_group=8) for x in (forward, backward))
-    return MosaicPlan(forward, backward, dq, dkv)
 
 
 def mosaic_shortage(plan: MosaicPlan, H: int, Hv: int) -> str | None:
@@ -269,7 +230,7 @@ def mosaic_shortage(plan: MosaicPlan, H: int, Hv: int) -> str | None:
     if plan.backward and max(H, Hv) > 128:
         return f"the backward kernel takes head dims up to 128, got {max(H, Hv)}; use a plan with backward=None"
     H, Hv = whole(H), whole(Hv)
-    for kernel in ("forward", *(("backward",) if plan.backward else ("dq", "dkv"))):
+    for kernel in plan.kernels:
         spare = mosaic_spare(kernel, getattr(plan, kernel), H, Hv)
         if spare < 0:
             return (
@@ -298,3 +259,102 @@ def _mosaic_shared_memory(kernel: str, blocks: MosaicBlocks, H: int, Hv: int) ->
         return 2 * ((block_k + stages * block_q) * (H + Hv) + 2 * block_k * block_q) + 4 * block_q * (H + 2 * stages)
     stay, stream = (block_q, block_k) if kernel == "dq" else (block_k, block_q)
     return 2 * (stay * (H + Hv) + stream * (2 * H + stages * Hv)) + 8 * (stay if kernel == "dq" else 2 * stream)
+
+
+def _registers(kernel: str, blocks: Blocks, sizes: Sizes) -> float:
+    """float32 values that a thread of a Triton kernel holds: sums, and scores with what is computed of them."""
+    stay, stream = (blocks.block_q, blocks.block_k) if kernel != "dkv" else (blocks.block_k, blocks.block_q)
+    H, Hv = padded(sizes.H), padded(sizes.Hv)
+    columns = {"forward": Hv + stream, "dq": H + 2 * stream, "dkv": H + Hv + 2 * stream}[kernel]
+    return stay * columns / (32 * blocks.num_warps)
+
+
+_MOST_REGISTERS = 200
+"""Of the 255 that a thread has: 128x64 tiles of 4 warps at H = 128 hold 192 and spill 4 bytes (ptxas, for an H200)."""
+
+
+class Family(NamedTuple):
+    """What the choice of blocks has to know of an implementation's kernels.
+
+    Attributes:
+        name: Of the implementation.
+        plan, blocks: Classes.
+        width: Head dim → columns of its tile.
+        fits: Kernel, blocks, sizes and compute capability → whether it can be launched, without spilling much.
+        fitted: Kernel, blocks and sizes → the blocks, no larger than the sequences need.
+        smaller: Blocks for any kernel, to fall back to, from large to small.
+        candidates: Kernel → blocks worth trying, whether they fit or not.
+    """
+
+    name: str
+    plan: type[AnyPlan]
+    blocks: type[AnyBlocks]
+    width: Callable[[int], int]
+    fits: Callable[[str, Any, Sizes, int], bool]
+    fitted: Callable[[str, Any, Sizes], Any]
+    smaller: tuple[Blocks, ...]
+    candidates: Callable[[str], Iterator[Any]]
+
+
+def _fits(kernel: str, blocks: Blocks, sizes: Sizes, capability: int) -> bool:
+    fits_memory = shared_memory(kernel, blocks, sizes) <= available(capability)
+    return fits_memory and _registers(kernel, blocks, sizes) <= _MOST_REGISTERS
+
+
+def _fitted(kernel: str, blocks: Blocks, sizes: Sizes) -> Blocks:
+    del kernel
+    block_q, block_k = min(blocks.block_q, padded(sizes.T)), min(blocks.block_k, padded(sizes.S))
+    return dataclasses.replace(blocks, block_q=block_q, block_k=block_k)
+
+
+def _candidates(kernel: str) -> Iterator[Blocks]:
+    del kernel
+    tiles = [tile for tile in itertools.product((32, 64, 128), repeat=2) if tile != (32, 32)]
+    return (Blocks(*tile, *rest) for tile, *rest in itertools.product(tiles, (4, 8), (1, 2, 3)))
+
+
+def _mosaic_fits(kernel: str, blocks: MosaicBlocks, sizes: Sizes, capability: int) -> bool:
+    H, Hv = whole(sizes.H), whole(sizes.Hv)
+    together = kernel == "backward"
+    return capability == 90 and mosaic_spare(kernel, blocks, H, Hv) >= 0 and not (together and max(H, Hv) > 128)
+
+
+def _mosaic_fitted(kernel: str, blocks: MosaicBlocks, sizes: Sizes) -> MosaicBlocks:
+    stays = kernel in ("forward", "dq")
+    return dataclasses.replace(blocks, block_q=min(blocks.block_q, whole(max(sizes.T, 1)))) if stays else blocks
+
+
+def _mosaic_candidates(kernel: str) -> Iterator[MosaicBlocks]:
+    block_q = (64, 128, 192) if kernel in ("forward", "dq") else (64, 128)
+    block_k = (128,) if kernel == "backward" else (64, 128)
+    return (MosaicBlocks(*each) for each in itertools.product(block_q, block_k, (1, 2, 3, 4)))
+
+
+TRITON = Family(
+    "triton",
+    Plan,
+    Blocks,
+    width=lambda H: min(max(64, padded(H)), 256),
+    fits=_fits,
+    fitted=_fitted,
+    smaller=(
+        Blocks(64, 64),
+        Blocks(64, 32),
+        Blocks(32, 32),
+        Blocks(32, 32, 4, 1),
+        Blocks(32, 16, 4, 1),
+        Blocks(16, 16, 4, 1),
+    ),
+    candidates=_candidates,
+)
+MOSAIC_GPU = Family(
+    "mosaic_gpu",
+    MosaicPlan,
+    MosaicBlocks,
+    width=whole,
+    fits=_mosaic_fits,
+    fitted=_mosaic_fitted,
+    smaller=(),
+    candidates=_mosaic_candidates,
+)
+FAMILIES = {family.name: family for family in (TRITON, MOSAIC_GPU)}

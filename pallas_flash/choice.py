@@ -1,0 +1,138 @@
+"""Which plan, and from where? The user's own, else for each kernel the fastest blocks that were measured and fit."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from pallas_flash import records
+from pallas_flash.masks import Band, Both, Lengths, Mask
+from pallas_flash.plan import FAMILIES, AnyBlocks, Sizes
+from pallas_flash.problem import Problem
+from pallas_flash.records import Table
+
+
+class Device(NamedTuple):
+    """A GPU: its name as JAX calls it, and its compute capability (90 for 9.0)."""
+
+    kind: str
+    capability: int
+
+
+class Choice(NamedTuple):
+    """A plan.
+
+    Attributes:
+        plan: That of the implementation: blocks of each kernel.
+        origins: Kernel → where its blocks come from.
+        ms: Of all kernels that a call launches, forward and backward, as autotuning measured them; None: it did not.
+    """
+
+    plan: Any
+    origins: Mapping[str, str]
+    ms: float | None = None
+
+
+def of(implementation: str, problem: Problem, device: Device, dots: str) -> Choice:
+    """The plan of a problem on a device, with dots computed as of `Sizes`."""
+    if isinstance(problem.plan, FAMILIES[implementation].plan):
+        return Choice(problem.plan, dict.fromkeys(problem.plan.kernels, "the argument plan"))
+    tuned = records.shipped(device.kind), records.shipped(records.REFERENCE)
+    return choose(implementation, sizes(problem, dots), device, records.users(), tuned)
+
+
+@functools.lru_cache(maxsize=1024)
+def choose(
+    implementation: str, sizes: Sizes, device: Device, cache: Table | None, tuned: tuple[Table | None, Table | None]
+) -> Choice:
+    """The plan of measured blocks: of users' `cache`, of the device's own table, of the reference device's.
+
+    Where none of these fits the device, a smaller one is taken; if none does, the smallest, of which kernels say what
+    it lacks.
+    """
+    family = FAMILIES[implementation]
+    blocks, origins, ms = {}, {}, {}
+    for kernel in family.plan.__dataclass_fields__:
+        options = _options(implementation, kernel, sizes, device, cache, tuned)
+        fitted = [(family.fitted(kernel, each, sizes), origin, time) for each, origin, time in options]
+        fitting = [each for each in fitted if family.fits(kernel, each[0], sizes, device.capability)]
+        blocks[kernel], origins[kernel], ms[kernel] = (*fitting, *fitted[-1:], (None, "", None))[0]
+    plan = family.plan(**blocks)
+    times = [ms[kernel] for kernel in plan.kernels]
+    return Choice(plan, {k: origins[k] for k in plan.kernels}, None if None in times else sum(times))
+
+
+Option = tuple[AnyBlocks, str, float | None]
+
+
+def _options(
+    implementation: str, kernel: str, sizes: Sizes, device: Device, cache: Table | None,
+    tuned: tuple[Table | None, Table | None],
+) -> list[Option]:  # fmt: skip
+    """Blocks, their origin and time, best first."""
+    options: list[Option] = []
+    if cache and (found := cache.exact(device.kind, implementation, kernel, sizes)):
+        options.append((found.blocks, f"autotune ({cache.name})", found.ms))
+    own, reference = tuned
+    if own and (found := own.nearest(implementation, kernel, sizes)):
+        options.append((found.blocks, f"the tuned table {own.name}", None))
+    elif reference and (found := reference.nearest(implementation, kernel, sizes)):
+        options.append((found.blocks, f"a heuristic (as on an {records.REFERENCE})", None))
+    smaller = FAMILIES[implementation].smaller
+    return options + [(each, "a heuristic (what fits)", None) for each in smaller]
+
+
+def sizes(problem: Problem, dots: str) -> Sizes:
+    """What the choice depends on."""
+    leaves = jax.tree.leaves((problem.mask, problem.score))
+    arrays = [x for x in leaves if x.ndim == 4 and x.shape[2] > 1 and x.shape[3] > 1]
+    return Sizes(
+        problem.T,
+        problem.S,
+        problem.H,
+        problem.Hv,
+        dots,
+        read=sum(x.dtype.itemsize for x in arrays),
+        mask=_described(problem.mask),
+        G=problem.G,
+        heads=problem.B * problem.N,
+        features=_features(problem),
+    )
+
+
+def _described(mask: Mask) -> str:
+    """The band in words, then what else hides scores."""
+    parts = _parts(mask)
+    bands = [_band(each) for each in parts if isinstance(each, Band)]
+    others = sorted(type(each).__name__.lower() for each in parts if not isinstance(each, Band) and each != Lengths())
+    return " ".join((*(bands or ["full"]), *others))
+
+
+def _parts(mask: Mask) -> list[Mask]:
+    """What is composed with `&`."""
+    return [*_parts(mask.first), *_parts(mask.second)] if isinstance(mask, Both) else [mask]
+
+
+def _band(band: Band) -> str:
+    if band.lo is not None:
+        found = f"window {band.lo} {band.hi}"
+    else:
+        found = "full" if band.hi is None else f"causal {band.hi}" if band.hi else "causal"
+    return found if band.offset is None else f"{found} moved"
+
+
+def _features(problem: Problem) -> tuple[str, ...]:
+    """What kernels compute beside attention."""
+    terms = {_term(each.function) if each.is_built_in else "modifier" for each in problem.score.terms}
+    flags = {
+        "deterministic": problem.deterministic,
+        "dropout": problem.dropout is not None,
+        "sinks": problem.sinks is not None,
+        "traced scale": problem.scale is not None,
+    }
+    return tuple(sorted(terms | {name for name, given in flags.items() if given}))
+
+
+def _term(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__).lower()
