@@ -26,20 +26,25 @@ class Choice(NamedTuple):
     Attributes:
         plan: That of the implementation: blocks of each kernel.
         origins: Kernel → where its blocks come from.
+        sizes: What it depends on.
+        device: What it is for.
         ms: Of all kernels that a call launches, forward and backward, as autotuning measured them; None: it did not.
     """
 
     plan: Any
     origins: Mapping[str, str]
+    sizes: Sizes
+    device: Device
     ms: float | None = None
 
 
 def of(implementation: str, problem: Problem, device: Device, dots: str) -> Choice:
     """The plan of a problem on a device, with dots computed as of `Sizes`."""
+    found = sizes(problem, dots)
     if isinstance(problem.plan, FAMILIES[implementation].plan):
-        return Choice(problem.plan, dict.fromkeys(problem.plan.kernels, "the argument plan"))
+        return Choice(problem.plan, dict.fromkeys(problem.plan.kernels, "the argument plan"), found, device)
     tuned = records.shipped(device.kind), records.shipped(records.REFERENCE)
-    return choose(implementation, sizes(problem, dots), device, records.users(), tuned)
+    return choose(implementation, found, device, records.users(), tuned)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -60,7 +65,8 @@ def choose(
         blocks[kernel], origins[kernel], ms[kernel] = (*fitting, *fitted[-1:], (None, "", None))[0]
     plan = family.plan(**blocks)
     times = [ms[kernel] for kernel in plan.kernels]
-    return Choice(plan, {k: origins[k] for k in plan.kernels}, None if None in times else sum(times))
+    total = None if None in times else sum(times)
+    return Choice(plan, {kernel: origins[kernel] for kernel in plan.kernels}, sizes, device, total)
 
 
 Option = tuple[AnyBlocks, str, float | None]

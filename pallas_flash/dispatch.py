@@ -109,7 +109,7 @@ def explain(problem: Problem) -> Explanation:
         reasons = "; ".join(f"{each.name}: {refusals[each.name]}" for each in candidates)
         raise NotImplementedError(f"implementation={problem.implementation!r} refuses this call: {reasons}")
     best, *others = accepting
-    if others and others[0].backward and (reason := best.deferral(problem) or _measured(problem, best, others[0])):
+    if others and others[0].backward and (reason := _slower(problem, best, others[0])):
         refusals[best.name], best = reason, others[0]
     if not best.planned:
         return Explanation(best.name, refusals, None)
@@ -117,11 +117,13 @@ def explain(problem: Problem) -> Explanation:
     return Explanation(best.name, refusals, choice.plan, choice.origins)
 
 
-def _measured(problem: Problem, best: Implementation, other: Implementation) -> str | None:
-    """Why the other implementation is faster, if both were tuned for the problem; None: it is not, or who knows."""
+def _slower(problem: Problem, best: Implementation, other: Implementation) -> str | None:
+    """Why the other implementation is faster, as measured if both were tuned for the problem; None: it is not."""
     ours, others = (each.planned(problem).ms if each.planned else None for each in (best, other))
-    if ours and others and others < ours:
-        return f"tuned, it takes {ours:.4g} ms and {other.name} {others:.4g}; name it, or a plan, to use it"
+    if ours is None or others is None:
+        return best.deferral(problem)
+    if others < ours:
+        return f"tuned, it takes {ours:.4g} ms and {other.name} {others:.4g}; name it, or a plan of it, to take it"
 
 
 def resolve(problem: Problem) -> Problem:

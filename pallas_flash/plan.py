@@ -309,7 +309,7 @@ def _fitted(kernel: str, blocks: Blocks, sizes: Sizes) -> Blocks:
 
 def _candidates(kernel: str) -> Iterator[Blocks]:
     del kernel
-    tiles = [tile for tile in itertools.product((32, 64, 128), repeat=2) if tile != (32, 32)]
+    tiles = [*itertools.product((32, 64, 128), repeat=2), (32, 16)]
     return (Blocks(*tile, *rest) for tile, *rest in itertools.product(tiles, (4, 8), (1, 2, 3)))
 
 

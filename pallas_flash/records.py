@@ -175,6 +175,22 @@ def add(path: pathlib.Path, records: Iterable[Record]) -> None:
         os.replace(file.name, path)  # whoever reads meanwhile sees the old file or the new one
 
 
+def merge_plans(into: str | os.PathLike, *sources: str | os.PathLike) -> None:
+    """Adds the plans of files that `autotune` wrote to another, which is made if need be.
+
+    Of plans for the same device, versions and problem, those of the last source stay.
+
+    Args:
+        into: The file to add to: one to ship with a project, or a table of the library (`pallas_flash/tuned`).
+        sources: The files to read.
+
+    Raises:
+        ValueError: One of them holds something else, or a source is missing.
+        OSError: The file cannot be written.
+    """
+    add(pathlib.Path(into), [each for source in sources for each in read(pathlib.Path(source)).records])
+
+
 @contextlib.contextmanager
 def _locked(path: pathlib.Path) -> Iterator[None]:
     """One process at a time, by a file beside `path`."""

@@ -133,10 +133,27 @@ MAY_IMPORT = {
     "partitioning": ["dispatch", "patterns", "problem", "score", "split", "tile", "varying"],
     "vjp": ["dispatch", "partitioning", "problem", "softmax"],
     "api": ["arguments", "dispatch", "logits", "modifiers", "plan", "problem", "split", "survey", "tile", "vjp"],
+    "search": ["choice", "dispatch", "plan", "problem"],
+    "autotune": ["api", "arguments", "choice", "dispatch", "plan", "problem", "records", "search"],
     "varlen": ["arguments", "dispatch", "modifiers", "patterns", "problem", "vjp"],
     "export": ["dispatch"],
     "testing": ["", "api", "softmax"],
-    "": ["api", "dispatch", "export", "modifiers", "plan", "position", "softmax", "survey", "varlen", "version", "vjp"],
+    "": [
+        "api",
+        "autotune",
+        "dispatch",
+        "export",
+        "modifiers",
+        "plan",
+        "position",
+        "records",
+        "search",
+        "softmax",
+        "survey",
+        "varlen",
+        "version",
+        "vjp",
+    ],
 }
 """Room → rooms whose modules it may import; "" is the package itself, its public names. A file without a row fails."""
 
