@@ -13,7 +13,8 @@ from jax import Array, core
 from pallas_flash import api, arguments, dispatch, records
 from pallas_flash.choice import Choice
 from pallas_flash.dispatch import Implementation
-from pallas_flash.plan import FAMILIES, AnyBlocks, AnyPlan
+from pallas_flash.families import FAMILIES
+from pallas_flash.plan import AnyBlocks, AnyPlan
 from pallas_flash.problem import Problem
 from pallas_flash.records import Record
 from pallas_flash.search import Measurement, Search, Timer, Trial, ranked, seconds
@@ -216,11 +217,12 @@ def _residuals(implementation: Implementation, problem: Problem, tensors: tuple[
 
 
 def _grid(implementation: Implementation, kernel: str, now: Choice, group: int) -> Iterator[AnyBlocks]:
-    """The blocks that fit, with this head group."""
+    """The blocks that fit and hardly spill, with this head group."""
     family = FAMILIES[implementation.name]
     for blocks in family.candidates(kernel):
         blocks = family.fitted(kernel, dataclasses.replace(blocks, head_group=group), now.sizes)
-        if family.fits(kernel, blocks, now.sizes, now.device.capability):
+        call = kernel, blocks, now.sizes, now.device.capability
+        if family.fits(*call) and not family.spills(*call):
             yield blocks
 
 

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_flash import records
+from pallas_flash.families import FAMILIES, Family
 from pallas_flash.masks import Band, Both, Lengths, Mask
-from pallas_flash.plan import FAMILIES, AnyBlocks, Sizes
+from pallas_flash.plan import Sizes
 from pallas_flash.problem import Problem
 from pallas_flash.records import Table
 
@@ -53,40 +54,55 @@ def choose(
 ) -> Choice:
     """The plan of measured blocks: of users' `cache`, of the device's own table, of the reference device's.
 
-    Where none of these fits the device, a smaller one is taken; if none does, the smallest, of which kernels say what
-    it lacks.
+    Where these do not fit, or what was measured elsewhere would spill, smaller ones are taken; if none does, the
+    smallest, of which kernels say what it lacks.
     """
     family = FAMILIES[implementation]
-    blocks, origins, ms = {}, {}, {}
+    chosen: dict[str, _Option] = {}
     for kernel in family.plan.__dataclass_fields__:
-        options = _options(implementation, kernel, sizes, device, cache, tuned)
-        fitted = [(family.fitted(kernel, each, sizes), origin, time) for each, origin, time in options]
-        fitting = [each for each in fitted if family.fits(kernel, each[0], sizes, device.capability)]
-        blocks[kernel], origins[kernel], ms[kernel] = (*fitting, *fitted[-1:], (None, "", None))[0]
-    plan = family.plan(**blocks)
-    times = [ms[kernel] for kernel in plan.kernels]
-    total = None if None in times else sum(times)
-    return Choice(plan, {kernel: origins[kernel] for kernel in plan.kernels}, sizes, device, total)
+        options = [x.fitted(family, kernel, sizes) for x in _options(family, kernel, sizes, device, cache, tuned)]
+        good = [x for x in options if x.is_good(family, kernel, sizes, device.capability)]
+        chosen[kernel] = (*good, *options[-1:], _Option(None, ""))[0]
+    plan = family.plan(**{kernel: option.blocks for kernel, option in chosen.items()})
+    times = [ms for kernel in plan.kernels if (ms := chosen[kernel].ms) is not None]
+    total = sum(times) if len(times) == len(plan.kernels) else None
+    return Choice(plan, {kernel: chosen[kernel].origin for kernel in plan.kernels}, sizes, device, total)
 
 
-Option = tuple[AnyBlocks, str, float | None]
+class _Option(NamedTuple):
+    """Blocks, where they come from, whether they ran on this device, and their time."""
+
+    blocks: Any
+    origin: str
+    ran_here: bool = False
+    ms: float | None = None
+
+    def fitted(self, family: Family, kernel: str, sizes: Sizes) -> "_Option":
+        """No larger than the sequences need."""
+        return self._replace(blocks=family.fitted(kernel, self.blocks, sizes))
+
+    def is_good(self, family: Family, kernel: str, sizes: Sizes, capability: int) -> bool:
+        """Whether it fits, and does not spill where that is not known."""
+        call = kernel, self.blocks, sizes, capability
+        return family.fits(*call) and (self.ran_here or not family.spills(*call))
 
 
 def _options(
-    implementation: str, kernel: str, sizes: Sizes, device: Device, cache: Table | None,
+    family: Family, kernel: str, sizes: Sizes, device: Device, cache: Table | None,
     tuned: tuple[Table | None, Table | None],
-) -> list[Option]:  # fmt: skip
-    """Blocks, their origin and time, best first."""
-    options: list[Option] = []
-    if cache and (found := cache.exact(device.kind, implementation, kernel, sizes)):
-        options.append((found.blocks, f"autotune ({cache.name})", found.ms))
+) -> list[_Option]:  # fmt: skip
+    """Best first."""
+    options = []
+    if cache and (found := cache.exact(device.kind, family.name, kernel, sizes)):
+        options.append(_Option(found.blocks, f"autotune ({cache.name})", True, found.ms))
     own, reference = tuned
-    if own and (found := own.nearest(implementation, kernel, sizes)):
-        options.append((found.blocks, f"the tuned table {own.name}", None))
-    elif reference and (found := reference.nearest(implementation, kernel, sizes)):
-        options.append((found.blocks, f"a heuristic (as on an {records.REFERENCE})", None))
-    smaller = FAMILIES[implementation].smaller
-    return options + [(each, "a heuristic (what fits)", None) for each in smaller]
+    if own and (found := own.nearest(family.name, kernel, sizes)):
+        options.append(_Option(found.blocks, f"the tuned table {own.name}", True))
+    elif reference and (found := reference.nearest(family.name, kernel, sizes)):
+        options.append(_Option(found.blocks, f"a heuristic (as on an {records.REFERENCE})"))
+    if options:
+        options += [_Option(blocks, "a heuristic (what fits)") for blocks in family.smaller(options[-1].blocks)]
+    return options
 
 
 def sizes(problem: Problem, dots: str) -> Sizes:
@@ -109,10 +125,9 @@ def sizes(problem: Problem, dots: str) -> Sizes:
 
 def _described(mask: Mask) -> str:
     """The band in words, then what else hides scores."""
-    parts = _parts(mask)
+    parts = [each for each in _parts(mask) if not isinstance(each, Lengths) or each.q_len is not each.k_len]
     bands = [_band(each) for each in parts if isinstance(each, Band)]
-    others = sorted(type(each).__name__.lower() for each in parts if not isinstance(each, Band) and each != Lengths())
-    return " ".join((*(bands or ["full"]), *others))
+    return " ".join((*(bands or ["full"]), *sorted(type(x).__name__.lower() for x in parts if not isinstance(x, Band))))
 
 
 def _parts(mask: Mask) -> list[Mask]:

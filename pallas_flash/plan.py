@@ -1,9 +1,7 @@
-"""What block sizes? Frozen plans, what they depend on, and which fit a GPU."""
+"""What block sizes? Frozen plans, what they depend on, and how much shared memory they need."""
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 """KiB that one thread block may use, by compute capability (CUDA C++ Programming Guide, "Compute Capabilities")."""
@@ -187,27 +185,37 @@ def padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def shared_memory(kernel: str, blocks: Blocks, sizes: Sizes) -> int:
+def shared_memory(kernel: str, blocks: Blocks, sizes: Sizes, capability: int = 90) -> int:
     """Bytes of shared memory: what stays in place once, what streams past `num_stages` times.
 
     For "half" it is what the compiler takes on Hopper; for the others an upper bound, since tf32x3 keeps the high and
-    the low part of what it splits.
+    the low part of what it splits. For Blackwell's tensor memory the compiler turns what streams past in a copy of its
+    own, and takes up to 1 KiB more.
     """
-    both = padded(sizes.H) + padded(sizes.Hv)
+    H, both = padded(sizes.H), padded(sizes.H) + padded(sizes.Hv)
     fixed, moving = (blocks.block_q, blocks.block_k) if kernel != "dkv" else (blocks.block_k, blocks.block_q)
-    fixed_width = padded(sizes.H) if kernel == "forward" else both
+    fixed_width = H if kernel == "forward" else both
     itemsize = {"half": 2, "tf32": 4, "tf32x3": 8}[sizes.dots]
     vectors = 8 * blocks.num_stages * moving if kernel == "dkv" else 0  # log-sum-exp and delta, float32
     # What scores read comes ahead of them, and for the transposed kernel one array at a time is turned.
     turned = 4 if kernel == "dkv" and sizes.read else 0
     scores = fixed * moving * ((blocks.num_stages - 1) * sizes.read + turned)
-    return itemsize * (fixed * fixed_width + blocks.num_stages * moving * both) + vectors + scores
+    needed = itemsize * (fixed * fixed_width + blocks.num_stages * moving * both) + vectors + scores
+    if not has_tensor_memory(capability):
+        return needed
+    turned = {"forward": 0, "dq": H, "dkv": both}[kernel] if blocks.num_stages > 1 else 0
+    return needed + itemsize * moving * turned + 1088
+
+
+def has_tensor_memory(capability: int) -> bool:
+    """Whether it is one of Blackwell's GPUs for data centres."""
+    return 100 <= capability < 120
 
 
 def shortage(plan: Plan, capability: int, sizes: Sizes) -> str | None:
     """Which kernel needs more shared memory than the GPU has; None: the plan fits."""
     for kernel in plan.kernels:
-        needed = shared_memory(kernel, getattr(plan, kernel), sizes)
+        needed = shared_memory(kernel, getattr(plan, kernel), sizes, capability)
         if needed > available(capability):
             return (
                 f"the {kernel} kernel needs {needed} bytes of shared memory, the device has {available(capability)}; "
@@ -259,102 +267,3 @@ def _mosaic_shared_memory(kernel: str, blocks: MosaicBlocks, H: int, Hv: int) ->
         return 2 * ((block_k + stages * block_q) * (H + Hv) + 2 * block_k * block_q) + 4 * block_q * (H + 2 * stages)
     stay, stream = (block_q, block_k) if kernel == "dq" else (block_k, block_q)
     return 2 * (stay * (H + Hv) + stream * (2 * H + stages * Hv)) + 8 * (stay if kernel == "dq" else 2 * stream)
-
-
-def _registers(kernel: str, blocks: Blocks, sizes: Sizes) -> float:
-    """float32 values that a thread of a Triton kernel holds: sums, and scores with what is computed of them."""
-    stay, stream = (blocks.block_q, blocks.block_k) if kernel != "dkv" else (blocks.block_k, blocks.block_q)
-    H, Hv = padded(sizes.H), padded(sizes.Hv)
-    columns = {"forward": Hv + stream, "dq": H + 2 * stream, "dkv": H + Hv + 2 * stream}[kernel]
-    return stay * columns / (32 * blocks.num_warps)
-
-
-_MOST_REGISTERS = 200
-"""Of the 255 that a thread has: 128x64 tiles of 4 warps at H = 128 hold 192 and spill 4 bytes (ptxas, for an H200)."""
-
-
-class Family(NamedTuple):
-    """What the choice of blocks has to know of an implementation's kernels.
-
-    Attributes:
-        name: Of the implementation.
-        plan, blocks: Classes.
-        width: Head dim → columns of its tile.
-        fits: Kernel, blocks, sizes and compute capability → whether it can be launched, without spilling much.
-        fitted: Kernel, blocks and sizes → the blocks, no larger than the sequences need.
-        smaller: Blocks for any kernel, to fall back to, from large to small.
-        candidates: Kernel → blocks worth trying, whether they fit or not.
-    """
-
-    name: str
-    plan: type[AnyPlan]
-    blocks: type[AnyBlocks]
-    width: Callable[[int], int]
-    fits: Callable[[str, Any, Sizes, int], bool]
-    fitted: Callable[[str, Any, Sizes], Any]
-    smaller: tuple[Blocks, ...]
-    candidates: Callable[[str], Iterator[Any]]
-
-
-def _fits(kernel: str, blocks: Blocks, sizes: Sizes, capability: int) -> bool:
-    fits_memory = shared_memory(kernel, blocks, sizes) <= available(capability)
-    return fits_memory and _registers(kernel, blocks, sizes) <= _MOST_REGISTERS
-
-
-def _fitted(kernel: str, blocks: Blocks, sizes: Sizes) -> Blocks:
-    del kernel
-    block_q, block_k = min(blocks.block_q, padded(sizes.T)), min(blocks.block_k, padded(sizes.S))
-    return dataclasses.replace(blocks, block_q=block_q, block_k=block_k)
-
-
-def _candidates(kernel: str) -> Iterator[Blocks]:
-    del kernel
-    tiles = [*itertools.product((32, 64, 128), repeat=2), (32, 16)]
-    return (Blocks(*tile, *rest) for tile, *rest in itertools.product(tiles, (4, 8), (1, 2, 3)))
-
-
-def _mosaic_fits(kernel: str, blocks: MosaicBlocks, sizes: Sizes, capability: int) -> bool:
-    H, Hv = whole(sizes.H), whole(sizes.Hv)
-    together = kernel == "backward"
-    return capability == 90 and mosaic_spare(kernel, blocks, H, Hv) >= 0 and not (together and max(H, Hv) > 128)
-
-
-def _mosaic_fitted(kernel: str, blocks: MosaicBlocks, sizes: Sizes) -> MosaicBlocks:
-    stays = kernel in ("forward", "dq")
-    return dataclasses.replace(blocks, block_q=min(blocks.block_q, whole(max(sizes.T, 1)))) if stays else blocks
-
-
-def _mosaic_candidates(kernel: str) -> Iterator[MosaicBlocks]:
-    block_q = (64, 128, 192) if kernel in ("forward", "dq") else (64, 128)
-    block_k = (128,) if kernel == "backward" else (64, 128)
-    return (MosaicBlocks(*each) for each in itertools.product(block_q, block_k, (1, 2, 3, 4)))
-
-
-TRITON = Family(
-    "triton",
-    Plan,
-    Blocks,
-    width=lambda H: min(max(64, padded(H)), 256),
-    fits=_fits,
-    fitted=_fitted,
-    smaller=(
-        Blocks(64, 64),
-        Blocks(64, 32),
-        Blocks(32, 32),
-        Blocks(32, 32, 4, 1),
-        Blocks(32, 16, 4, 1),
-        Blocks(16, 16, 4, 1),
-    ),
-    candidates=_candidates,
-)
-MOSAIC_GPU = Family(
-    "mosaic_gpu",
-    MosaicPlan,
-    MosaicBlocks,
-    width=whole,
-    fits=_mosaic_fits,
-    fitted=_mosaic_fitted,
-    smaller=(),
-    candidates=_mosaic_candidates,
-)
-FAMILIES = {family.name: family for family in (TRITON, MOSAIC_GPU)}

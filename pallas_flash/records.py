@@ -15,7 +15,8 @@ from typing import Any
 
 import jax
 
-from pallas_flash.plan import FAMILIES, AnyBlocks, Sizes
+from pallas_flash.families import FAMILIES
+from pallas_flash.plan import AnyBlocks, Sizes
 from pallas_flash.version import __version__
 
 FORMAT = "pallas_flash plans 1"

@@ -14,6 +14,7 @@ from jax import Array
 
 from pallas_flash.choice import Choice
 from pallas_flash.dispatch import Implementation
+from pallas_flash.families import FAMILIES
 from pallas_flash.plan import AnyBlocks
 from pallas_flash.problem import Problem
 
@@ -108,6 +109,9 @@ class Search:
 
     def _tried(self, blocks: AnyBlocks, program: Callable[[], Any], expected: Any, timer: Timer) -> Measurement:
         trial = Trial(self.implementation.name, self.kernel, blocks)
+        now = self.now
+        if not FAMILIES[trial.implementation].fits(self.kernel, blocks, now.sizes, now.device.capability):
+            return Measurement(trial, None, "it needs more shared memory than the device has")
         try:
             off, most = float(difference(program(), expected)), self._tolerance
             if not off <= most:

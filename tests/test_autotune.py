@@ -27,7 +27,7 @@ from pallas_flash import (
     search,
 )
 from pallas_flash.api import problem_of
-from pallas_flash.plan import FAMILIES
+from pallas_flash.families import FAMILIES
 from pallas_flash.search import Measurement, Search, Trial
 
 A, B = Blocks(16, 32), Blocks(32, 16)

@@ -51,8 +51,9 @@ MAY_IMPORT = {
     "logits": ["arguments", "dropout", "modifiers", "score", "tile"],
     "version": [],
     "plan": [],
-    "records": ["plan", "version"],
-    "choice": ["masks", "plan", "problem", "records"],
+    "families": ["plan"],
+    "records": ["families", "plan", "version"],
+    "choice": ["families", "masks", "plan", "problem", "records"],
     "problem": ["arguments", "cells", "logits", "masks", "modifiers", "patterns", "plan", "survey", "tile"],
     "lists": ["cells", "masks", "patterns", "problem"],
     "weights": ["masks", "problem", "score", "softmax", "tile"],
@@ -133,8 +134,8 @@ MAY_IMPORT = {
     "partitioning": ["dispatch", "patterns", "problem", "score", "split", "tile", "varying"],
     "vjp": ["dispatch", "partitioning", "problem", "softmax"],
     "api": ["arguments", "dispatch", "logits", "modifiers", "plan", "problem", "split", "survey", "tile", "vjp"],
-    "search": ["choice", "dispatch", "plan", "problem"],
-    "autotune": ["api", "arguments", "choice", "dispatch", "plan", "problem", "records", "search"],
+    "search": ["choice", "dispatch", "families", "plan", "problem"],
+    "autotune": ["api", "arguments", "choice", "dispatch", "families", "plan", "problem", "records", "search"],
     "varlen": ["arguments", "dispatch", "modifiers", "patterns", "problem", "vjp"],
     "export": ["dispatch"],
     "testing": ["", "api", "softmax"],
@@ -181,7 +182,7 @@ INTERNALS = {
 SYNCHRONISATION = {"Barrier", "ClusterBarrier", "barrier_arrive", "barrier_wait", "set_max_registers", "inline_mgpu"}
 """What only the pipeline and its PTX name; named barriers are inline PTX, for which there is no other way."""
 
-NAMES_COMPILERS = {"dispatch", "problem", "api", "plan", ""}
+NAMES_COMPILERS = {"dispatch", "problem", "api", "plan", "families", ""}
 """Rooms outside kernels/ that name implementations."""
 
 
