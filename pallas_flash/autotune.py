@@ -73,11 +73,11 @@ def autotune(
 ) -> Tuning:
     """Finds the fastest plan for a call of `flash_attention` on the current GPU, and keeps it for later calls.
 
-    Each kernel is tried alone, so that candidates add up and do not multiply: some minutes in all. What does not
-    compile, does not fit or gives another result is rejected. What was found goes to a file, in which later calls of
-    the same problem find it, in this process and others: the same kind of device, versions of jax and pallas_flash,
-    lengths, head dims, dtype, masks and features. Only batch entries and heads may be more or fewer. A function that
-    `jax.jit` has traced keeps the plan that it was traced with.
+    Each kernel is tried alone, so that candidates add up and do not multiply; they are compiled on all cores of the
+    host first, then timed. What does not compile, does not fit or gives another result is rejected. What was found goes
+    to a file, in which later calls of the same problem find it, in this process and others: the same kind of device,
+    versions of jax and pallas_flash, lengths, head dims, dtype, masks and features. Only batch entries and heads may be
+    more or fewer. A function that `jax.jit` has traced keeps the plan that it was traced with.
 
     Args:
         query, key, value: As for `flash_attention`, on one device; or `jax.ShapeDtypeStruct`s, in whose place standard
@@ -110,7 +110,7 @@ def autotune(
     problem, tensors = _inputs(query, key, value, bias=bias, mask=mask, **options)
     contenders = _contenders(problem, candidates)
     searches = [x for each in contenders for x in _searches(each, problem, tensors, gradients, candidates)]
-    step = _bar(sum(search.count for search in searches), progress)
+    step = _bar(sum(search.steps for search in searches), progress)
     return _concluded([(search, search.run(timer or seconds, step)) for search in searches], path)
 
 
@@ -247,4 +247,4 @@ def _bar(total: int, progress: bool) -> Callable[[], Any]:
         from tqdm import tqdm
     except ImportError:
         return lambda: None
-    return tqdm(total=total, desc="autotune", unit="trial", disable=not progress).update
+    return tqdm(total=total, desc="autotune", unit="step", disable=not progress).update

@@ -119,7 +119,8 @@ def explain(problem: Problem) -> Explanation:
 
 def _slower(problem: Problem, best: Implementation, other: Implementation) -> str | None:
     """Why the other implementation is faster, as measured if both were tuned for the problem; None: it is not."""
-    ours, others = (each.planned(problem).ms if each.planned else None for each in (best, other))
+    ours = best.planned(problem).ms if best.planned else None
+    others = other.planned(problem).ms if ours is not None and other.planned else None
     if ours is None or others is None:
         return best.deferral(problem)
     if others < ours:

@@ -216,10 +216,13 @@ def slug(device: str) -> str:
 
 def users_path() -> pathlib.Path:
     """Where users' records are: the file that the environment variable names, or one in their cache folder."""
+    return pathlib.Path(_users_path())
+
+
+def _users_path() -> str:  # a string, for every call asks
     if named := os.environ.get(VARIABLE):
-        return pathlib.Path(named)
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return pathlib.Path(cache) / "pallas_flash" / "plans.json"
+        return named
+    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "pallas_flash/plans.json")
 
 
 def users() -> Table | None:
@@ -229,19 +232,19 @@ def users() -> Table | None:
         ValueError: The file is none of records, and the environment variable names it. The one in the cache folder is
             ignored then, with a warning.
     """
-    path = users_path()
+    path = _users_path()
     try:
-        stat = path.stat()
+        stat = os.stat(path)
     except OSError:
         return None
     return _read_once(path, (stat.st_ino, stat.st_mtime_ns, stat.st_size), named=bool(os.environ.get(VARIABLE)))
 
 
 @functools.lru_cache(maxsize=8)
-def _read_once(path: pathlib.Path, state: tuple[int, ...], named: bool) -> Table | None:
+def _read_once(path: str, state: tuple[int, ...], named: bool) -> Table | None:
     del state
     try:
-        return read(path)
+        return read(pathlib.Path(path))
     except ValueError as error:
         if named:
             raise

@@ -3,9 +3,11 @@
 import dataclasses
 import functools
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -81,31 +83,43 @@ class Search:
     groups: tuple[int, ...]
 
     @property
-    def count(self) -> int:
-        """How many trials there are."""
-        return len(self.tiles) + len(self.groups)
+    def steps(self) -> int:
+        """How many there are: blocks to compile, and to try."""
+        return 2 * (len(self.tiles) + len(self.groups))
 
     def run(self, timer: Timer, step: Callable[[], Any]) -> list[Measurement]:
-        """Tries all, with a `step` after each. Raises what the current blocks raise."""
-        compute = jax.jit(functools.partial(_computed, self.implementation, self.kernel))
+        """Tries all. Raises what the current blocks raise."""
+        programs = self._compiled(self.tiles, step)
+        expected = programs[self.tiles[0]]()
 
-        def program(blocks: AnyBlocks) -> Callable[[], Any]:
-            plan = dataclasses.replace(self.problem.plan, **{self.kernel: blocks})
-            return functools.partial(compute, dataclasses.replace(self.problem, plan=plan), *self.tensors)
-
-        def tried(blocks: AnyBlocks) -> Measurement:
-            return self._tried(blocks, program(blocks), expected, timer)
-
-        def stepped(blocks: AnyBlocks) -> Measurement:
-            found = tried(blocks)
+        def tried(blocks: AnyBlocks, step: Callable[[], Any] = lambda: None) -> Measurement:
+            found = self._tried(blocks, programs[blocks], expected, timer)
             step()
             return found
 
-        expected = program(self.tiles[0])()
-        found = [stepped(blocks) for blocks in self.tiles]
+        found = [tried(blocks, step) for blocks in self.tiles]
         best = ranked(found)[0][0].blocks
-        found += [stepped(dataclasses.replace(best, head_group=group)) for group in self.groups]
+        grouped = [dataclasses.replace(best, head_group=group) for group in self.groups]
+        programs |= self._compiled(grouped, step)
+        found += [tried(blocks, step) for blocks in grouped]
         return found + [tried(trial.blocks) for trial, _ in ranked(found)[:FINALISTS]]
+
+    def _compiled(self, many: Iterable[AnyBlocks], step: Callable[[], Any]) -> dict[AnyBlocks, Callable[[], Any]]:
+        """The kernel with each of the blocks, side by side and before anything is timed; to call, it may raise."""
+        compute = jax.jit(functools.partial(_computed, self.implementation, self.kernel))
+        found = {}
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for blocks in many:
+                plan = dataclasses.replace(self.problem.plan, **{self.kernel: blocks})
+                args = dataclasses.replace(self.problem, plan=plan), *self.tensors
+                try:
+                    started = pool.submit(compute.lower(*args).compile)
+                    started.add_done_callback(lambda _: step())
+                    found[blocks] = functools.partial(_called, started, args)
+                except Exception as error:  # of compilers, which have many
+                    found[blocks] = functools.partial(_raised, error)
+                    step()
+        return found
 
     def _tried(self, blocks: AnyBlocks, program: Callable[[], Any], expected: Any, timer: Timer) -> Measurement:
         trial = Trial(self.implementation.name, self.kernel, blocks)
@@ -117,13 +131,21 @@ class Search:
             if not off <= most:
                 return Measurement(trial, None, f"its result differs by {off:.2g} of its norm, {most:.2g} is allowed")
             return Measurement(trial, 1e3 * timer(program, trial))
-        except Exception as error:  # of compilers and drivers, which have many
+        except Exception as error:  # of compilers and drivers
             return Measurement(trial, None, f"{type(error).__name__}: {str(error).strip().partition('\n')[0][:200]}")
 
     @property
     def _tolerance(self) -> float:
         dots = self.now.sizes.dots
         return TOLERANCE * EPSILON[self.problem.dtype if dots == "half" else dots]
+
+
+def _called(program: Future, args: tuple[Any, ...]) -> Any:
+    return program.result()(*args)
+
+
+def _raised(error: Exception) -> Any:
+    raise error
 
 
 def _computed(implementation: Implementation, kernel: str, problem: Problem, *tensors: Array) -> Any:

@@ -250,7 +250,7 @@ def test_a_foreign_file_is_refused_before_anything_is_measured(tmp_path):
 
 @pytest.mark.parametrize("progress", [True, False])
 def test_progress(cache, monkeypatch, progress):
-    """A step for each trial; those timed again are not counted."""
+    """A step for each program to compile, and to try; those timed again are not counted."""
     bars = []
 
     class Bar:
@@ -263,7 +263,7 @@ def test_progress(cache, monkeypatch, progress):
 
     monkeypatch.setitem(sys.modules, "tqdm", types.SimpleNamespace(tqdm=Bar))
     autotune(*tensors(), timer=timer, **FORWARD | {"progress": progress})
-    assert [(bar.options["total"], bar.steps, bar.options["disable"]) for bar in bars] == [(3, 3, not progress)]
+    assert [(bar.options["total"], bar.steps, bar.options["disable"]) for bar in bars] == [(6, 6, not progress)]
 
 
 def test_progress_without_tqdm(cache, monkeypatch, capsys):

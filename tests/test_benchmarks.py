@@ -7,9 +7,10 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import plot, run, timing
+from benchmarks import plot, run, timing, tune
 from benchmarks.peers import PEERS, Peer
 from benchmarks.worker import Worker
+from pallas_flash import Blocks, Plan, api, choice, records
 from tests.cases import BENCHMARK, Case
 
 CASE = Case("tiny", B=1, T=16, N=2, K=1, H=16, dtype="float32", is_causal=True)
@@ -222,3 +223,42 @@ def test_figures(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "| h64_t512 | forward | ours | 105.1 | jax_xla | 200 | 0.53 |"
     with pytest.raises(SystemExit, match="of one commit dd"):
         plot.main([str(path), "--commit", "dd"])
+
+
+# Tuning.
+
+
+def test_problems_cover_the_table():
+    """Head dims, masks, short and long, grouped or not, float32 in both precisions; keys are those of the records."""
+    keys = {problem.key for problem in tune.PROBLEMS}
+    assert len(keys) == len(tune.PROBLEMS) == len({problem.name for problem in tune.PROBLEMS})
+    masks = ("causal", "full", "window -1023 0")
+    assert {(8192, H, 1, mask, "half") for H in (64, 80, 96, 128, 192, 256) for mask in masks} <= keys
+    assert {(T, H, 8, "causal", "half") for T in (1024, 8192) for H in (64, 128, 256)} <= keys
+    assert {(4096, H, 1, "full", dots) for H in (64, 128, 256) for dots in ("tf32", "tf32x3")} <= keys
+    for problem in tune.PROBLEMS:
+        posed, _ = api.problem_of(*tune.shapes(problem.case), **tune.keywords(problem))
+        sizes = choice.sizes(posed, problem.key[-1])
+        assert (sizes.T, sizes.H, sizes.G, sizes.mask) == problem.key[:-1]
+        assert posed.precision.name == ("HIGHEST" if problem.precision == "highest" else "DEFAULT")
+
+
+def test_tuning_goes_on_where_it_was_left(tmp_path, capsys):
+    small = [
+        tune.Problem(Case(f"t{T}", B=1, T=T, N=2, H=16, is_causal=True), "default") for T in (16, 24, 32)
+    ]  # fmt: skip
+    blocks, names = Blocks(16, 16), [problem.name for problem in small]
+    options = {"interpret": True, "candidates": [Plan(blocks, blocks, blocks)], "timer": lambda run, trial: 1e-3}
+    options |= {"gradients": False, "progress": False}
+    path = tmp_path / "plans.json"
+    assert tune.tuned(small, path, -1.0, **options) == small and not path.exists()
+    assert tune.tuned(small[:1], path, **options) == []
+    assert tune.tuned(small, path, -1.0, **options) == small[1:]
+    assert tune.tuned(small, path, **options) == []
+    assert {each.sizes.T for each in records.read(path).records} == {16, 24, 32}
+    assert [line for line in capsys.readouterr().out.splitlines() if line in names] == names
+
+
+def test_tuning_of_nothing(tmp_path):
+    with pytest.raises(SystemExit, match=r"no problem matches \['h3'\]; there are: h128_causal_t8192"):
+        tune.main(["--out", str(tmp_path / "plans.json"), "--cases", "h3"])
