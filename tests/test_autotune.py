@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import Case
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
+from test_lowering import _is_returned, _operations, launches, lowered, on, shapes
 
 from pallas_flash import (
     Blocks,
@@ -120,6 +122,34 @@ def test_shapes_will_do(cache):
     drawn = [jax.ShapeDtypeStruct(x.shape, "bfloat16") for x in tensors()]
     assert autotune(*drawn, timer=timer, **FORWARD).plan == explain(*drawn, interpret=True).plan
     assert explain(*drawn, interpret=True).plan.forward == A
+
+
+ALONE = [
+    ("triton", 64, "forward", {"flash_forward"}),
+    ("triton", 64, "dq", {"flash_dq"}),
+    ("triton", 64, "dkv", {"flash_dkv"}),
+    ("mosaic_gpu", 64, "forward", {"flash_forward"}),
+    ("mosaic_gpu", 64, "backward", {"flash_backward"}),
+    ("mosaic_gpu", 256, "dq", {"flash_dq"}),
+    ("mosaic_gpu", 256, "dkv", {"flash_dk", "flash_dv"}),
+]
+
+
+@pytest.mark.parametrize(("name", "H", "kernel", "launched"), ALONE)
+def test_programs_have_one_kernel(name, H, kernel, launched):
+    """As lowered for an H200, what is returned needs no other, none has a side effect, so that XLA drops the rest."""
+    case = Case("alone", T=1024, H=H, dtype="bfloat16", is_causal=True)
+    row = jax.ShapeDtypeStruct((case.B, case.N, case.T), "float32")
+    with on("H200"):
+        problem, _ = problem_of(*shapes(case), implementation=name, is_causal=True)
+        problem = dispatch.resolve(problem)
+        tensors = shapes(case) if kernel == "forward" else [*shapes(case), row, shapes(case)[0], row]
+        computed = functools.partial(search._computed, dispatch.chosen(problem), kernel)
+        assert kernel in problem.plan.kernels
+        calls = _operations(lowered(computed, problem, *tensors).compiler_ir())
+    named = [(*launches(str(op)), op) for op in calls if "flash_" in str(op)]
+    assert {kernel for kernel, op in named if _is_returned(op)} == launched
+    assert all("has_side_effect = true" not in str(op) for _, op in named)
 
 
 def test_the_grid(cache):
