@@ -183,8 +183,8 @@ def run_cell(workload: Workload, mode: str, peer: Peer, limits: argparse.Namespa
 
 def _plan(workload: Workload, peer: Peer) -> dict[str, Any]:
     explanation = peer.explain(workload.case, *workload.inputs[:3])
-    plan = explanation.plan
-    return {"implementation": explanation.implementation, "plan": plan and dataclasses.asdict(plan)}
+    plan = explanation.plan and dataclasses.asdict(explanation.plan)
+    return {"implementation": explanation.implementation, "plan": plan, "origins": dict(explanation.origins)}
 
 
 def _first_line(error: Exception) -> str:
