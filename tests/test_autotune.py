@@ -36,7 +36,8 @@ A, B = Blocks(16, 32), Blocks(32, 16)
 PLANS = [Plan(blocks, blocks, blocks) for blocks in (A, B)]
 TILE = MosaicBlocks(64, 128)
 OPTIONS = {"interpret": True, "candidates": PLANS, "progress": False}
-FORWARD = OPTIONS | {"gradients": False}
+CAUSAL = {"interpret": True, "is_causal": True, "scale": np.array(0.3, np.float32)}  # a traced one
+FORWARD = OPTIONS | {"gradients": False, "candidates": PLANS[:1]}
 FASTEST = {"forward": A, "dq": B, "dkv": A}
 
 
@@ -59,10 +60,22 @@ def cache(tmp_path, monkeypatch):
     return path
 
 
-def test_each_kernel_is_tuned_alone(cache):
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    """A tuning, the plan before, and a function that was traced before, with its result."""
+    path = tmp_path_factory.mktemp("tuned") / "plans.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PALLAS_FLASH_CACHE", str(path))
+        flash_attention(*tensors(8), interpret=True)  # JAX's interpreter changes its configuration on first use
+        before = explain(*tensors(), **CAUSAL).plan
+        jitted = jax.jit(functools.partial(flash_attention, **CAUSAL))
+        out = jitted(*tensors())
+        return autotune(*tensors(), timer=timer, **(CAUSAL | OPTIONS)), before, jitted, out
+
+
+def test_each_kernel_is_tuned_alone(tuned):
     """Trials add up: 3 blocks of 3 kernels, the current ones among them, and the fastest again."""
-    before = explain(*tensors(), interpret=True).plan
-    tuning = autotune(*tensors(), timer=timer, **OPTIONS)
+    tuning, before, *_ = tuned
     assert (tuning.implementation, tuning.plan) == ("triton", Plan(**FASTEST))
     assert (dict(tuning.plans), dict(tuning.before)) == ({"triton": tuning.plan}, {"triton": before})
     assert len(tuning.measurements) == 3 * (3 + search.FINALISTS)
@@ -70,26 +83,22 @@ def test_each_kernel_is_tuned_alone(cache):
     header, *rows, last = str(tuning).splitlines()
     assert header.split() == ["kernel", "fastest", "ms", "before", "ms", "tried", "rejected"]
     assert rows[1].split() == ["triton", "dq", *str(B).split(), "1", *str(before.dq).split(), "2", "3", "0"]
-    assert last == f"triton is the fastest; stored in {cache}"
+    assert last == f"triton is the fastest; stored in {tuning.path}"
 
 
-def test_later_calls_take_what_was_found(cache):
+def test_later_calls_take_what_was_found(tuned, monkeypatch):
     """Those of the same problem that are traced from then on; batch entries and heads may be more."""
-    attend = functools.partial(flash_attention, interpret=True, is_causal=True)
-    jitted = jax.jit(attend)
-    before = jitted(*tensors())
-    tuning = autotune(*tensors(), timer=timer, is_causal=True, **(OPTIONS | {"candidates": [Plan(**FASTEST)]}))
-    found = explain(*tensors(), interpret=True, is_causal=True)
-    assert found.plan == explain(*tensors(n=3), interpret=True, is_causal=True).plan == tuning.plan
-    assert dict(found.origins) == dict.fromkeys(("forward", "dq", "dkv"), f"autotune ({cache})")
-    for call in ({}, {"is_causal": True, "logits_soft_cap": 3.0}, {"is_causal": True, "precision": "highest"}):
-        assert set(explain(*tensors(), interpret=True, **call).origins.values()) == {
-            "a heuristic (as on an NVIDIA H200)"
-        }
-    assert explain(*tensors(41), interpret=True, is_causal=True).plan != tuning.plan
-    assert np.array_equal(jitted(*tensors()), before) and jitted._cache_size() == 1
-    planned = attend(*tensors(), plan=tuning.plan)
-    assert np.array_equal(attend(*tensors()), planned)
+    tuning, _, jitted, out = tuned
+    monkeypatch.setenv("PALLAS_FLASH_CACHE", str(tuning.path))
+    found = explain(*tensors(), **CAUSAL)
+    assert found.plan == explain(*tensors(n=3), **CAUSAL).plan == tuning.plan
+    assert dict(found.origins) == dict.fromkeys(("forward", "dq", "dkv"), f"autotune ({tuning.path})")
+    others = explain(*tensors(), interpret=True), explain(*tensors(41), **CAUSAL)
+    others += explain(*tensors(), logits_soft_cap=3.0, **CAUSAL), explain(*tensors(), precision="highest", **CAUSAL)
+    assert {origin for each in others for origin in each.origins.values()} == {"a heuristic (as on an NVIDIA H200)"}
+    assert np.array_equal(jitted(*tensors()), out) and jitted._cache_size() == 1
+    planned = flash_attention(*tensors(), plan=tuning.plan, **CAUSAL)
+    assert np.array_equal(flash_attention(*tensors(), **CAUSAL), planned)
 
 
 def test_the_forward_pass_alone(cache):
@@ -100,22 +109,18 @@ def test_the_forward_pass_alone(cache):
     assert origins["forward"].startswith("autotune") and not origins["dq"].startswith("autotune")
 
 
-@pytest.mark.parametrize("gradients", [False, True])
-def test_with_features(cache, gradients):
+def test_with_features(cache):
     """They are part of the problem, and the candidates are checked with them."""
-    call = dict(sinks=np.ones(4, np.float32), scale=jnp.float32(0.3))
-    if not gradients:
-        ids = np.arange(24)[None] // 20
-        call |= dict(
-            bias=np.ones((4, 24, 24), np.float32), mask=np.tri(24, dtype=bool), is_causal=True, logits_soft_cap=5.0,
-            alibi_slopes=np.ones(4), dropout_rate=0.2, dropout_key=jax.random.key(0), query_segment_ids=ids,
-            key_value_segment_ids=ids, score_modifiers=(lambda score, tile: score * 1.5,), return_residual=True,
-        )  # fmt: skip
-    options = OPTIONS | {"candidates": [Plan(**FASTEST)], "gradients": gradients}
-    tuning = autotune(*tensors(24), timer=timer, **call, **options)
+    ids = np.arange(24)[None] // 20
+    call = dict(
+        bias=np.ones((4, 24, 24), np.float32), mask=np.tri(24, dtype=bool), is_causal=True, logits_soft_cap=5.0,
+        alibi_slopes=np.ones(4), dropout_rate=0.2, dropout_key=jax.random.key(0), query_segment_ids=ids,
+        key_value_segment_ids=ids, score_modifiers=(lambda score, tile: score * 1.5,), return_residual=True,
+        sinks=np.ones(4, np.float32),
+    )  # fmt: skip
+    tuning = autotune(*tensors(24), timer=timer, **call, **FORWARD)
     assert tuning.plan == explain(*tensors(24), interpret=True, **call).plan
-    assert tuning.plan.forward == A and (tuning.plan == Plan(**FASTEST)) == gradients
-    assert not [each for each in tuning.measurements if each.reason]
+    assert tuning.plan.forward == A and not [each for each in tuning.measurements if each.reason]
 
 
 def test_shapes_will_do(cache):
@@ -125,10 +130,8 @@ def test_shapes_will_do(cache):
 
 
 ALONE = [
-    ("triton", 64, "forward", {"flash_forward"}),
     ("triton", 64, "dq", {"flash_dq"}),
     ("triton", 64, "dkv", {"flash_dkv"}),
-    ("mosaic_gpu", 64, "forward", {"flash_forward"}),
     ("mosaic_gpu", 64, "backward", {"flash_backward"}),
     ("mosaic_gpu", 256, "dq", {"flash_dq"}),
     ("mosaic_gpu", 256, "dkv", {"flash_dk", "flash_dv"}),
@@ -143,7 +146,7 @@ def test_programs_have_one_kernel(name, H, kernel, launched):
     with on("H200"):
         problem, _ = problem_of(*shapes(case), implementation=name, is_causal=True)
         problem = dispatch.resolve(problem)
-        tensors = shapes(case) if kernel == "forward" else [*shapes(case), row, shapes(case)[0], row]
+        tensors = [*shapes(case), row, shapes(case)[0], row]
         computed = functools.partial(search._computed, dispatch.chosen(problem), kernel)
         assert kernel in problem.plan.kernels
         calls = _operations(lowered(computed, problem, *tensors).compiler_ir())
@@ -180,7 +183,7 @@ def test_what_fails_is_rejected(cache):
             raise RuntimeError("RESOURCE_EXHAUSTED: shared memory\nand more")
         return 1e-3 if trial.blocks == B else 2e-3
 
-    tuning = autotune(*tensors(), timer=timer, **FORWARD)
+    tuning = autotune(*tensors(), timer=timer, **(FORWARD | {"candidates": PLANS}))
     assert tuning.plan.forward == B
     rejected = [each for each in tuning.measurements if each.reason]
     assert rejected == [(("triton", "forward", A), None, "RuntimeError: RESOURCE_EXHAUSTED: shared memory")]
@@ -293,7 +296,7 @@ def test_progress(cache, monkeypatch, progress):
 
     monkeypatch.setitem(sys.modules, "tqdm", types.SimpleNamespace(tqdm=Bar))
     autotune(*tensors(), timer=timer, **FORWARD | {"progress": progress})
-    assert [(bar.options["total"], bar.steps, bar.options["disable"]) for bar in bars] == [(6, 6, not progress)]
+    assert [(bar.options["total"], bar.steps, bar.options["disable"]) for bar in bars] == [(4, 4, not progress)]
 
 
 def test_progress_without_tqdm(cache, monkeypatch, capsys):
