@@ -60,6 +60,7 @@ class Elementary(NamedTuple):
     Attributes:
         exp2: 2^x.
         fma_exp2: 2^(a·b + c), fused.
+        sums: Sums of rows [..., rows], or of some columns each [..., rows, parts].
         constant: x, without a derivative; the identity where nothing is differentiated.
         tanh: Hyperbolic tangent, differentiable.
         product: High and low word of a number times a uint32.
@@ -68,6 +69,7 @@ class Elementary(NamedTuple):
 
     exp2: Callable[[Array], Array] = jnp.exp2
     fma_exp2: Callable[[Array, ArrayLike, Array], Array] = lambda a, b, c: jnp.exp2(a * b + c)
+    sums: Callable[[Array], Array] = lambda x: jnp.sum(x, -1)
     constant: Callable[[Array], Array] = lax.stop_gradient
     tanh: Callable[[Array], Array] = jnp.tanh
     product: Callable[[int, Array], tuple[Array, Array]] = product

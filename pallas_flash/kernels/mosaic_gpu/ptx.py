@@ -10,7 +10,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.tree_util import Partial
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 
 _FIRST_NAMED_BARRIER = 8
 """Mosaic itself uses the ones below."""
@@ -217,6 +217,94 @@ def _at_least(word, bound: int):
 def _permuted(a, b, selector: int):
     """Bytes of two words."""
     return llvm.call_intrinsic(a.type, "llvm.nvvm.prmt", [a, b, _c(selector)], [], [])
+
+
+PARTS = 8
+"""Of columns, each of a row's threads sums some."""
+
+
+def sums(x: Array) -> Array:
+    """Sums [rows, PARTS] of the columns of a tile, without exchange between threads."""
+    part = plgpu.ShapeDtypeStruct((x.shape[0], PARTS), x.dtype, layout=_TILE)
+
+    @_inline(arg_types=(_TILE,), return_type=part)
+    def added(_, x):
+        places = {}
+        for at, (row, column) in np.ndenumerate(_offsets(x.shape)):
+            places.setdefault((row, column % PARTS), []).append(x.registers[at])
+        registers = np.empty_like(_offsets(part.shape))
+        for at, place in np.ndenumerate(_offsets(part.shape)):
+            registers[at] = functools.reduce(arith.addf, places[place])
+        return mgpu.FragmentedArray(_registers=registers, _layout=_TILE.to_mgpu(), _is_signed=None)
+
+    return added(plgpu.layout_cast(x, _TILE))
+
+
+def rescaled(x: Array, by: Array) -> Array:
+    """A tile, its rows times `by` [rows]; a warp passes over it where all of its factors are 1."""
+
+    @_inline(arg_types=(_TILE, _TILE.reduce(1)), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=_TILE))
+    def multiplied(_, x, by):
+        values, factors = list(x.registers.flat), [_elements(factor)[0] for factor in by.registers.flat]
+        change = arith.cmpi(arith.CmpIPredicate.ne, _any_but_one(*factors), _c(0))
+        branch = scf.IfOp(change, [value.type for value in values], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            wide = [vector.broadcast(values[0].type, factor) for factor in factors]
+            pairs = zip(values, _offsets(x.shape).flat, strict=True)
+            scf.yield_([arith.mulf(value, wide[row // 8]) for value, (row, _) in pairs])
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_(values)
+        registers = np.empty_like(x.registers)
+        registers.flat = list(branch.results)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    return multiplied(x, by)
+
+
+def _any_but_one(a, b):
+    """Whether a float is not 1 in some thread of the warp, as an int."""
+    code = (
+        "{ .reg .pred p; setp.neu.f32 p, $1, 1.0; setp.neu.or.f32 p, $2, 1.0, p; "
+        "vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }"
+    )
+    word = ir.IntegerType.get_signless(32)
+    return mgpu.utils.inline_ptx(code, a, b, result_types=word, has_side_effects=True, convergent=True)
+
+
+_SWIZZLED = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)
+"""How tiles of float32 lie in shared memory."""
+
+
+@_inline(arg_types=(plgpu.RefType(_SWIZZLED), _TILE))
+def store_woven(_, tile, x):
+    """Stores a float32 tile [64, 64] with its columns interwoven, see `unwoven`.
+
+    In order, threads of different rows would store to the same banks, or select first which columns to begin with.
+    """
+    warp, (row, _) = _of_thread(0)
+    pair = arith.divui(_of_thread(1)[1][0], _c(2))
+    odd, second = arith.andi(pair, _c(1)), arith.divui(pair, _c(2))
+    chunk = arith.xori(arith.muli(odd, _c(4)), row)
+    start = _sum(arith.muli(warp, _c(4096)), arith.muli(row, _c(128)), arith.muli(second, _c(8)))
+    base, pointer = mgpu.utils.memref_ptr(tile), ir.Type.parse("!llvm.ptr<3>")
+    starts = [_sum(start, arith.muli(arith.xori(chunk, _c(n)), _c(16))) for n in range(4)]
+    for at, (row, column) in np.ndenumerate(_offsets(x.shape)):
+        half, n = divmod(column // 8, 4)
+        offset = _sum(starts[n], _c(row * 256 + half * 1024))
+        place = llvm.getelementptr(pointer, base, [offset], [-(2**31)], ir.IntegerType.get_signless(8), 0)
+        llvm.store(x.registers[at], place)
+
+
+def unwoven(x: Array) -> Array:
+    """An array [..., columns] whose every 64 columns `store_woven` interwove, in order."""
+    halves, odd, eights, second, pairs = range(-5, 0)
+    parts = x.reshape(*x.shape[:-1], -1, 2, 2, 4, 2, 2)
+    order = [*range(x.ndim), *(n + parts.ndim for n in (halves, eights, second, odd, pairs))]
+    return jnp.transpose(parts, order).reshape(x.shape)
+
+
+def _sum(*terms):
+    return functools.reduce(arith.addi, terms)
 
 
 def early(scratch, x: Array) -> Array:

@@ -16,7 +16,7 @@ from pallas_flash.kernels.mosaic_gpu.pipeline import COLUMN, GROUP_ROWS, ROW, TI
 from pallas_flash.problem import Problem
 from pallas_flash.tile import Tile
 
-FAST = Elementary(constant=lambda x: x, tanh=differentiable(jnp.tanh), product=ptx.product)
+FAST = Elementary(sums=ptx.sums, constant=lambda x: x, tanh=differentiable(jnp.tanh), product=ptx.product)
 """The plain functions: with `approx_math` they become the GPU's, fused."""
 
 _INTEGERS, _FLOATS = (functools.partial(ptx.indices, dtype) for dtype in (jnp.int32, jnp.float32))
