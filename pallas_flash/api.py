@@ -128,9 +128,9 @@ def flash_attention(  # pyright: ignore[reportInconsistentOverload]  (the keywor
         key: [*B, S, K, H], the dtype of `query`.
         value: [*B, S, K, Hv], the dtype of `query`.
         bias: Floating, broadcastable to [*B, N, T, S], is added to the scaled scores. -inf masks (but unlike `mask` not
-            NaN or inf in the key or value); finite logits must be above -1e30. Differentiable: its
-            gradient has its shape and dtype, is summed in float32, and takes no more memory than the larger of itself
-            and [*B, N, T or S].
+            NaN or inf in the key or value), and so does what makes a logit less than -1e8; logits above 9e7 may give
+            NaN. Differentiable: its gradient has its shape and dtype, is summed in float32, and takes no more memory
+            than the larger of itself and [*B, N, T or S].
         mask: Boolean, broadcastable to [*B, N, T, S], True = attend. Its size is what it costs: [*B, 1, 1, S] is never
             expanded. Blocks of scores that are all False are skipped, those that are all True need no mask.
         scale: Number or floating scalar array, multiplies the scores. A traced one is differentiable and never

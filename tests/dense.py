@@ -63,7 +63,7 @@ def attend(
         return jnp.where(keep, x, jnp.zeros_like(x))
 
     if bias is not None:
-        keep = keep & (oracle.spread(jnp.asarray(bias), "BNTS") != -jnp.inf)
+        keep = keep & (oracle.spread(jnp.asarray(bias), "BNTS") > oracle.LEAST)
         s = s + part(bias, "BNTS")
     if alibi_slopes is not None:
         offset = np.broadcast_to(options.get("query_offset", 0), (B,)).reshape(B, 1, 1, 1)

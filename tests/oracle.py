@@ -11,6 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 
+LEAST = -1e8
+"""A bias below it hides a key, as -inf does: float32 would tell no score from another there."""
+
+
 class ScoreFunction(NamedTuple):
     """A function of scores, with its derivatives.
 
@@ -270,7 +274,7 @@ def _prepared(
         key,
         value,
         scale=1 / math.sqrt(H) if scale is None else float(scale),
-        mask=mask if bias is None else mask & (operands["bias"] != -np.inf),
+        mask=mask if bias is None else mask & (operands["bias"] > LEAST),
         G=N // K,
         offset=np.broadcast_to(options.get("query_offset", 0), (B,)),
         cap=logits_soft_cap,
