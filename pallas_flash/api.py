@@ -163,7 +163,7 @@ def flash_attention(  # pyright: ignore[reportInconsistentOverload]  (the keywor
         score_modifiers: Your own scores: functions `modify(score, tile)` → score, applied in order after the soft cap,
             or `ScoreModifier`s, which have arrays as operands, with gradients, and tell more.
         dropout_rate: Chance of each probability to be dropped, 0 <= rate < 1, a Python number; the kept ones are
-            divided by 1 - rate, rounded to a multiple of 2⁻¹⁵. The residual is that without dropout.
+            divided by 1 - rate. The residual is that without dropout.
         dropout_key: A key of `jax.random`, needed if the rate is not 0. What is dropped follows from it and from batch
             entry, head, query and key index, on every implementation (`dropout_mask`); another key never recompiles.
         deterministic: Whether gradients must be bitwise reproducible. Outputs always are, gradients are by default
@@ -291,7 +291,7 @@ def dropout_mask(
         heads: N, the number of query heads.
 
     Returns:
-        bool [*batch, N, T, S]. Those kept are divided by 1 - rate, the rate rounded to a multiple of 2⁻¹⁵.
+        bool [*batch, N, T, S]. Those kept are divided by 1 - rate.
 
     Raises:
         TypeError, ValueError: As of `flash_attention`.

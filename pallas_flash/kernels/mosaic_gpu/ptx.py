@@ -97,22 +97,22 @@ def _elements(values) -> list:
     return [vector.extract(values, **at) for at in static[: values.type.shape[0]]]
 
 
-def sixteens(shape: tuple[int, int], axis: int, start) -> tuple[Array, ...]:
-    """`Tile.sixteens` of the indices from `start` on, a multiple of 16, along an axis of a tile.
+def groups(size: int, shape: tuple[int, int], axis: int, start) -> tuple[Array, ...]:
+    """uint32: which `size` (16 or 32) of the indices from `start` on, a multiple of it, and their three lowest bits.
 
     Written out by registers, so that LLVM sees which of a thread's are the same, as it does not of sums.
     """
     tile = plgpu.ShapeDtypeStruct(shape, jnp.uint32, layout=_TILE)
 
-    @_inline(arg_types=(_SCALAR,), return_type=(tile, tile, tile))
+    @_inline(arg_types=(_SCALAR,), return_type=(tile, tile))
     def written(_, start):
         warp, low = _of_thread(axis)
-        group = arith.addi(arith.divui(start.registers.item(), _c(16)), warp)
+        group = arith.addi(arith.divui(start.registers.item(), _c(size)), arith.divui(warp, _c(size // 16)))
         offsets = _offsets(shape)
-        arrays = [np.empty_like(offsets) for _ in range(3)]
+        arrays = [np.empty_like(offsets) for _ in range(2)]
         for at, offset in np.ndenumerate(offsets):
-            of_register = arith.addi(group, _c(offset[axis] // 16))
-            for array, pair in zip(arrays, ([of_register] * 2, low, [_c(offset[axis] & 8)] * 2), strict=True):
+            of_register = arith.addi(group, _c(offset[axis] // size))
+            for array, pair in zip(arrays, ([of_register] * 2, low), strict=True):
                 array[at] = vector.from_elements(ir.VectorType.get((2,), pair[0].type), pair)
         return [mgpu.FragmentedArray(_registers=x, _layout=_TILE.to_mgpu(), _is_signed=False) for x in arrays]
 
@@ -165,29 +165,29 @@ def _offsets(shape: tuple[int, ...]) -> np.ndarray:
     return offsets
 
 
-def sieve(scratch, transposed: bool, words: tuple[Array, Array], bound: int) -> Partial:
-    """`elementary.sieve` of a tile, by instructions for two 16-bit values at once; `early` with scratch.
-
-    A word's two halves are compared as two float16 without sign, which have the order of integers; NaN is larger.
-    """
+def sieve(scratch, transposed: bool, words: tuple[Array, Array], margin: Array) -> Partial:
+    """`elementary.sieve` of a tile, four scores of a word at once, given `elementary.margin`; `early` with scratch."""
     shape = words[0].shape
 
-    @_inline(arg_types=(_TILE, _TILE), return_type=plgpu.ShapeDtypeStruct(shape, jnp.uint16, layout=_TILE))
-    def compared(_, *words):
-        offsets, masks = _offsets(shape), {}
+    @_inline(arg_types=(_TILE,) * 3, return_type=plgpu.ShapeDtypeStruct(shape, jnp.uint16, layout=_TILE))
+    def compared(_, *arrays):
+        offsets, marks = _offsets(shape), {}
         at_offset = {offset: at for at, offset in np.ndenumerate(offsets)}
         registers = np.empty_like(offsets)
+        second = arith.trunci(ir.IntegerType.get_signless(1), _of_thread(0)[0])  # rows are keys, warp by warp
         for at, (row, column) in np.ndenumerate(offsets):
             of_query, of_key = (column & 8, row & 8) if transposed else (row & 8, column & 8)
-            which, first = int(of_key > 0), at_offset[row & ~8, column & ~8]  # the four that share words
-            if (which, first) not in masks:
-                masks[which, first] = [_at_least(word, bound) for word in _elements(words[which].registers[first])]
-            left, right = masks[which, first]
-            halves = _permuted(left, right, 0x7632 if of_query else 0x5410)
+            first = at_offset[row & ~8, column & (~8 if transposed else ~24)]  # of those that share words
+            which = second if transposed else mgpu.utils.c(column // 16 % 2, second.type)
+            if (first, column & 16) not in marks:
+                pairs = zip(*(_elements(array.registers[first]) for array in arrays), strict=True)
+                marks[first, column & 16] = [_marked(arith.select(which, b, a), add) for a, b, add in pairs]
+            byte = of_query // 8 + of_key // 4
+            halves = _permuted(*marks[first, column & 16], 0x1111 * (8 + byte) + 0x4400)
             registers[at] = llvm.bitcast(ir.VectorType.get((2,), ir.IntegerType.get_signless(16)), halves)
         return mgpu.FragmentedArray(_registers=registers, _layout=_TILE.to_mgpu(), _is_signed=False)
 
-    mask = compared(*(plgpu.layout_cast(word, _TILE) for word in words))
+    mask = compared(*(plgpu.layout_cast(x, _TILE) for x in (*words, margin)))
     return Partial(_only, mask if scratch is None else early(scratch, mask))
 
 
@@ -208,14 +208,13 @@ def _only(mask: Array, x: Array) -> Array:
     return masked(plgpu.layout_cast(x, _TILE), mask)
 
 
-def _at_least(word, bound: int):
-    """Of a word's halves: all bits where the lower 15 are at least `bound`, else none."""
-    code = "{ .reg .b32 h; abs.f16x2 h, $1; set.geu.u32.f16x2 $0, h, $2; }"
-    return mgpu.utils.inline_ptx(code, word, _c(bound << 16 | bound), result_types=word.type)
+def _marked(word, margin):
+    """A word in whose bytes bit 7 tells whether the others are at least what `margin` says."""
+    return arith.addi(arith.andi(word, _c(0x7F7F7F7F)), margin)
 
 
 def _permuted(a, b, selector: int):
-    """Bytes of two words."""
+    """Bytes of two words, or of a byte its bit 7 eight times."""
     return llvm.call_intrinsic(a.type, "llvm.nvvm.prmt", [a, b, _c(selector)], [], [])
 
 
