@@ -33,6 +33,7 @@ class Options(TypedDict, total=False):
     key_value_segment_ids: ArrayLike | None
     mask_modifiers: Sequence[Callable[..., Array] | MaskModifier]
     block_mask: BlockMask | None
+    logits_scale: ArrayLike | None
     logits_soft_cap: float | None
     alibi_slopes: ArrayLike | None
     sinks: ArrayLike | None
@@ -103,6 +104,7 @@ def flash_attention(  # pyright: ignore[reportInconsistentOverload]  (the keywor
     key_value_segment_ids=None,
     mask_modifiers=(),
     block_mask=None,
+    logits_scale=None,
     logits_soft_cap=None,
     alibi_slopes=None,
     sinks=None,
@@ -154,6 +156,8 @@ def flash_attention(  # pyright: ignore[reportInconsistentOverload]  (the keywor
             `MaskModifier`s, which have arrays as operands and tell more.
         block_mask: What `block_mask` made of the same `mask` and `mask_modifiers` before, once for many calls. None:
             each call works out itself which blocks these leave to visit.
+        logits_scale: Floating, [N] or [*B, N]: a factor for each head, which the scaled scores are multiplied by before
+            bias and ALiBi. Differentiable.
         logits_soft_cap: Positive number: scores, scaled and with bias, become cap·tanh(scores / cap). On GPUs, for
             bfloat16 and float16, by the hardware's tanh, whose relative error is up to 2⁻¹¹.
         alibi_slopes: Floating, [N] or [*B, N]: from each score its slope times |query position - key index| is
@@ -191,9 +195,9 @@ def flash_attention(  # pyright: ignore[reportInconsistentOverload]  (the keywor
         query, key, value, bias=bias, mask=mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size,
         query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids,
-        mask_modifiers=mask_modifiers, block_mask=block_mask, logits_soft_cap=logits_soft_cap,
-        alibi_slopes=alibi_slopes, sinks=sinks, score_modifiers=score_modifiers, dropout_rate=dropout_rate,
-        dropout_key=dropout_key, return_residual=return_residual,
+        mask_modifiers=mask_modifiers, block_mask=block_mask, logits_scale=logits_scale,
+        logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks, score_modifiers=score_modifiers,
+        dropout_rate=dropout_rate, dropout_key=dropout_key, return_residual=return_residual,
         implementation=implementation, query_offset=query_offset, deterministic=deterministic, precision=precision,
         plan=plan, interpret=interpret,
     )  # fmt: skip

@@ -55,6 +55,7 @@ class Case:
     bias: str | None = None
     bias_dtype: str = "float32"
     alibi: str | None = None
+    logits_scale: bool = False
     soft_cap: float | None = None
     scores: tuple[str, ...] = ()
     sinks: bool = False
@@ -109,6 +110,8 @@ class Case:
         if self.bias is not None:
             bias = recipes.BIASES[self.bias](self._draw("bias"), self.B, self.N, self.T, self.S)
             found["bias"] = bias.astype(self.bias_dtype)
+        if self.logits_scale:
+            found["logits_scale"] = recipes.sinks(self._draw("logits_scale"), self.N)
         if self.alibi is not None:
             found["alibi_slopes"] = recipes.SLOPES[self.alibi](self._draw("alibi"), self.B, self.N)
         if self.sinks:
@@ -120,7 +123,7 @@ class Case:
 
     def scored(self, arrays: dict[str, Any], for_oracle: bool = False) -> dict[str, Any]:
         """The keywords that these arrays, named as those of `differentiable`, or others in their place, go into."""
-        found = {name: x for name, x in arrays.items() if name in ("bias", "alibi_slopes", "sinks")}
+        found = {name: x for name, x in arrays.items() if name in ("logits_scale", "bias", "alibi_slopes", "sinks")}
         if not self.scores:
             return found
         functions = []
@@ -178,6 +181,7 @@ class Case:
 
 
 _SCORES: dict[str, Any] = {
+    "logits_scale": True,
     "bias": "of_entries",
     "alibi": "entries",
     "soft_cap": 3.0,
@@ -311,6 +315,8 @@ SMALL = [
     Case("alibi_causal", T=70, N=4, K=2, H=16, alibi="heads", is_causal=True),
     Case("alibi_of_entries_offset", T=24, S=50, H=16, alibi="entries", is_causal=True, query_offset=(26, 7)),
     Case("alibi_offset_bf16", T=33, S=50, H=16, dtype="bfloat16", alibi="heads", query_offset=17),
+    Case("logits_scale", T=64, N=4, K=2, H=16, logits_scale=True, bias="of_heads", is_causal=True),
+    Case("logits_scale_bf16", T=50, N=2, H=16, dtype="bfloat16", logits_scale=True),
     Case("soft_cap", T=64, H=16, soft_cap=1.2),
     Case("soft_cap_large_logits_bf16", T=64, dtype="bfloat16", magnitude=20.0, soft_cap=30.0, is_causal=True),
     Case("sinks", T=50, N=4, K=2, H=16, sinks=True),

@@ -19,6 +19,7 @@ def attend(
     *,
     scale=None,
     precision=None,
+    logits_scale=None,
     bias=None,
     alibi_slopes=None,
     logits_soft_cap=None,
@@ -39,7 +40,7 @@ def attend(
         dtype: Of the computation.
         scale: Number or scalar array; None: 1/sqrt(H).
         precision: Of the dots.
-        bias, alibi_slopes, logits_soft_cap, score_functions, sinks, dropout_keep, dropout_rate: As for `oracle.attend`.
+        logits_scale, bias, alibi_slopes, logits_soft_cap, score_functions, sinks, dropout_keep, dropout_rate: As for `oracle.attend`.
         **options: Those of `oracle.kept`, not traced.
 
     Source: FlashAttention's own tests measure against twice the error of the dense computation.
@@ -62,6 +63,8 @@ def attend(
         x = x.astype(wide) if jnp.issubdtype(x.dtype, jnp.floating) else x
         return jnp.where(keep, x, jnp.zeros_like(x))
 
+    if logits_scale is not None:
+        s = s * part(logits_scale, "BN")
     if bias is not None:
         keep = keep & (oracle.spread(jnp.asarray(bias), "BNTS") > oracle.LEAST)
         s = s + part(bias, "BNTS")

@@ -42,6 +42,7 @@ class Gradients(NamedTuple):
     key: np.ndarray
     value: np.ndarray
     scale: float
+    logits_scale: np.ndarray | None
     bias: np.ndarray | None
     alibi_slopes: np.ndarray | None
     sinks: np.ndarray | None
@@ -57,6 +58,7 @@ def attend(query, key, value, **options) -> tuple[np.ndarray, np.ndarray]:
         value: [B, S, K, Hv].
         **options: Those of `kept`, and further
             scale: A number, None is 1/sqrt(H);
+            logits_scale: [N] or [B, N], times the scaled scores;
             bias: Broadcastable to [B, N, T, S], added to the scaled scores; -inf masks;
             alibi_slopes: [N] or [B, N], times the distance of query and key, subtracted;
             logits_soft_cap: A number, of cap·tanh(score / cap), which comes next;
@@ -115,6 +117,7 @@ def gradients(query, key, value, d_out, d_residual, **options) -> Gradients:
         dk,
         dv,
         dscale,
+        shaped.get("logits_scale"),
         shaped.get("bias"),
         shaped.get("alibi_slopes"),
         None if given.sinks is None else d_sinks,
@@ -132,6 +135,8 @@ def logits(z: np.ndarray, given: "_Given", b: int, n: int) -> tuple[np.ndarray, 
     keep = given.mask[b, n]
     parts = {name: _part(x, b, n, keep) for name, x in given.operands.items()}
     z, by = np.where(keep, z, 0), {"score": np.ones(z.shape)}
+    if "logits_scale" in parts:
+        z, by = z * parts["logits_scale"], {"score": by["score"] * parts["logits_scale"], "logits_scale": z}
     if "bias" in parts:
         z, by["bias"] = z + parts["bias"], np.ones(z.shape)
     if "alibi_slopes" in parts:
@@ -252,6 +257,7 @@ def _prepared(
     value,
     *,
     scale=None,
+    logits_scale=None,
     bias=None,
     alibi_slopes=None,
     logits_soft_cap=None,
@@ -264,7 +270,7 @@ def _prepared(
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     B, T, N, H = query.shape
     S, K = key.shape[1:3]
-    named = {"bias": (bias, "BNTS"), "alibi_slopes": (alibi_slopes, "BN")}
+    named = {"logits_scale": (logits_scale, "BN"), "bias": (bias, "BNTS"), "alibi_slopes": (alibi_slopes, "BN")}
     for i, function in enumerate(score_functions):
         named |= {(i, j): x for j, x in enumerate(zip(function.operands, function.axes, strict=True))}
     operands = {name: spread(_wide(x), letters) for name, (x, letters) in named.items() if x is not None}

@@ -291,7 +291,17 @@ def test_only_the_pipeline_synchronises(name):
 @every_room
 def test_kernels_name_no_feature_of_scores(name):
     """They see a `Score`, whatever its terms are: another one touches none of them."""
-    features = {"bias", "add_bias", "Alibi", "alibi_slopes", "SoftCap", "logits_soft_cap", "score_modifiers"}
+    features = {
+        "logits_scale",
+        "times",
+        "bias",
+        "add_bias",
+        "Alibi",
+        "alibi_slopes",
+        "SoftCap",
+        "logits_soft_cap",
+        "score_modifiers",
+    }
     if name.startswith("kernels"):
         assert not features & set(words(FILES[name]))
     assert name != "score" or features & set(words(FILES[name]))
