@@ -28,8 +28,8 @@ def sieve(words: tuple[Array, Array], bits: tuple[Array, Array, Array], bound: A
 
     Args:
         words: Two of uint32, the shape of x.
-        bits: uint32, bit 3 of the index of the query, and bits 3 and 4 of that of the key. The last says which word, the
-            others (1 and 2 times 8) how many bits to the right of its lowest one those of the score begin.
+        bits: uint32, bit 3 of the index of the query, and bits 3 and 4 of that of the key. The last says which word;
+            the first and twice the second are the number of its bits below those of the score.
         bound: uint32, 0 <= bound <= 128.
     """
     of_query, of_key, of_word = bits

@@ -37,7 +37,7 @@ class _Tile(Tile):
     def groups(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Without the bits by which scores of a group differ: they decide on registers, not on numbers."""
         q, k = (self._made(axis, functools.partial(ptx.groups, size)) for axis, size in ((0, 16), (1, 32)))
-        return q + (None,), k + (None, None)
+        return (*q, None), (*k, None, None)
 
     def floats(self) -> tuple[Array, Array]:
         return self._made(0, _FLOATS), self._made(1, _FLOATS)
