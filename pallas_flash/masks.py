@@ -40,6 +40,11 @@ class Mask:
         """Whether later rows keep more columns, so that visiting them first balances a grid."""
         return False
 
+    @property
+    def ends_alike(self) -> bool:
+        """Whether rows keep columns from somewhere to the last, so that those walk together that begin there."""
+        return False
+
     def keep(self, tile: Tile) -> Array | None:
         """bool, the tile's shape: which scores count. None: all of them."""
         raise NotImplementedError
@@ -114,6 +119,10 @@ class Band(Mask):
     @property
     def grows(self) -> bool:
         return self.hi is not None and self.lo is None
+
+    @property
+    def ends_alike(self) -> bool:
+        return self.lo is not None and self.hi is None
 
     def keep(self, tile: Tile) -> Array | None:
         lo, hi = self._edges
@@ -194,6 +203,10 @@ class Both(Mask):
     def grows(self) -> bool:
         return self.first.grows or self.second.grows
 
+    @property
+    def ends_alike(self) -> bool:
+        return self.first.ends_alike or self.second.ends_alike
+
     def keep(self, tile: Tile) -> Array | None:
         return _and(self.first.keep(tile), self.second.keep(tile))
 
@@ -225,12 +238,14 @@ class Visit(NamedTuple):
     """The column blocks to walk for a block of rows (eq. 25).
 
     Blocks `start … end-1` hold something kept; of these `full_start … full_end-1` are kept whole and need no `keep`.
+    By turn, the last of these may come first.
     """
 
     start: Index
     full_start: Index
     full_end: Index
     end: Index
+    last_first: bool = False
 
     @property
     def _left(self) -> Index:
@@ -254,7 +269,7 @@ class Visit(NamedTuple):
 
     def block(self, t: Index) -> Index:
         """The t-th block of the walk."""
-        full = self.full_start + t - self.edges
+        full = self.full_end - 1 + self.edges - t if self.last_first else self.full_start + t - self.edges
         return full if _is(self.edges, 0) else _where(t < self.edges, self._edge(t), full)
 
     def _edge(self, t: Index) -> Index:
@@ -268,7 +283,7 @@ class Visit(NamedTuple):
             return self if self.start < self.end else Visit(0, 0, 0, 1)
         empty = self.start >= self.end
         start, full_start, full_end = (_where(empty, 0, x) for x in self[:3])
-        return Visit(start, full_start, full_end, _where(empty, 1, self.end))
+        return Visit(start, full_start, full_end, _where(empty, 1, self.end), self.last_first)
 
     def walk(self, step: Callable[[Index, Carry, bool], Carry], carry: Carry) -> Carry:
         """Runs `step(block, carry, edge)` over the blocks: those that need `keep` (edge=True), then the full ones.
@@ -306,7 +321,7 @@ def visit(mask: Mask, rows: Span, columns: Span, block: int) -> Visit:
     end = _where(occupied, _div(columns.hi + block - 1, block), start)
     full_start = _clip(_div(full.lo + block - 1, block), start, end)
     full_end = _clip(_div(full.hi, block), full_start, end)
-    return Visit(start, full_start, full_end, end)
+    return Visit(start, full_start, full_end, end, mask.ends_alike)
 
 
 def used(mask: Mask, T: int, S: int) -> tuple[Span, Span]:
