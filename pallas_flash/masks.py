@@ -238,14 +238,12 @@ class Visit(NamedTuple):
     """The column blocks to walk for a block of rows (eq. 25).
 
     Blocks `start … end-1` hold something kept; of these `full_start … full_end-1` are kept whole and need no `keep`.
-    By turn, the last of these may come first.
     """
 
     start: Index
     full_start: Index
     full_end: Index
     end: Index
-    last_first: bool = False
 
     @property
     def _left(self) -> Index:
@@ -269,8 +267,12 @@ class Visit(NamedTuple):
 
     def block(self, t: Index) -> Index:
         """The t-th block of the walk."""
-        full = self.full_end - 1 + self.edges - t if self.last_first else self.full_start + t - self.edges
+        full = self._full(t - self.edges)
         return full if _is(self.edges, 0) else _where(t < self.edges, self._edge(t), full)
+
+    def _full(self, t: Index) -> Index:
+        """The t-th block that is kept whole."""
+        return self.full_start + t
 
     def _edge(self, t: Index) -> Index:
         """The t-th block that needs `keep`."""
@@ -280,10 +282,10 @@ class Visit(NamedTuple):
     def at_least_one(self) -> "Visit":
         """With block 0, of which nothing is kept, where there is no block: for kernels that must start with one."""
         if _static(*self):
-            return self if self.start < self.end else Visit(0, 0, 0, 1)
+            return self if self.start < self.end else type(self)(0, 0, 0, 1)
         empty = self.start >= self.end
         start, full_start, full_end = (_where(empty, 0, x) for x in self[:3])
-        return Visit(start, full_start, full_end, _where(empty, 1, self.end), self.last_first)
+        return type(self)(start, full_start, full_end, _where(empty, 1, self.end))
 
     def walk(self, step: Callable[[Index, Carry, bool], Carry], carry: Carry) -> Carry:
         """Runs `step(block, carry, edge)` over the blocks: those that need `keep` (edge=True), then the full ones.
@@ -299,6 +301,13 @@ class Visit(NamedTuple):
     def walk_by_turn(self, step: Callable[[Index, Carry, bool], Carry], carry: Carry, skip: int = 0) -> Carry:
         """As `walk`, but with `step(t, carry, edge)` for the t-th block, and from the one after `skip` on."""
         return walk_by_turn(self, step, carry, skip)
+
+
+class LastFirst(Visit):
+    """The same, by turn from the last of those on that are kept whole."""
+
+    def _full(self, t: Index) -> Index:
+        return self.full_end - 1 - t
 
 
 def walk_by_turn[Carry](seen: Any, step: Callable[[Index, Carry, bool], Carry], carry: Carry, skip: int = 0) -> Carry:
@@ -321,7 +330,7 @@ def visit(mask: Mask, rows: Span, columns: Span, block: int) -> Visit:
     end = _where(occupied, _div(columns.hi + block - 1, block), start)
     full_start = _clip(_div(full.lo + block - 1, block), start, end)
     full_end = _clip(_div(full.hi, block), full_start, end)
-    return Visit(start, full_start, full_end, end, mask.ends_alike)
+    return (LastFirst if mask.ends_alike else Visit)(start, full_start, full_end, end)
 
 
 def used(mask: Mask, T: int, S: int) -> tuple[Span, Span]:

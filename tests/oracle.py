@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-
 LEAST = -1e8
 """A bias below it hides a key, as -inf does: float32 would tell no score from another there."""
 
