@@ -9,9 +9,8 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-
 Scaling = Callable[[np.ndarray], np.ndarray]
-"""What becomes of the frequencies, float64 [H/2] in radians for each position, of a model whose context was extended."""
+"""What becomes of the frequencies, float64 [H/2] in radians for each position, where a context was extended."""
 
 
 @dataclasses.dataclass(frozen=True)

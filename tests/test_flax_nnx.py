@@ -114,12 +114,12 @@ def test_jit_equals_eager_and_inputs_default_to_queries():
 
 @pytest.mark.parametrize(
     "options",
-    [{"num_key_value_heads": 2, "local_window_size": (5, 2)}, {"num_key_value_heads": 1, "is_causal": True}],
+    [{"num_kv_heads": 2, "local_window_size": (5, 2)}, {"num_kv_heads": 1, "is_causal": True}],
     ids=["window_gqa", "causal_mqa"],
 )
 def test_grouped_heads_and_lengths_equal_those_of_jax_nn(options):
     layer = build(FlashMultiHeadAttention, **options)
-    assert layer.key.kernel.shape == (FEATURES, options["num_key_value_heads"], 8)
+    assert layer.key.kernel.shape == (FEATURES, options["num_kv_heads"], 8)
     options = {**options, "attention_fn": jax.nn.dot_product_attention}
     dense = build(FlashMultiHeadAttention, nnx.state(layer, nnx.Param), **options)
     x, queries, keys = draw(B, T, FEATURES), np.array([T, 9], np.int32), np.array([T, 12], np.int32)
@@ -156,8 +156,8 @@ def test_dtypes(options, dtypes, expected):
     ("options", "message"),
     [
         ({"num_heads": 0}, r"num_heads: expected at least 1, got 0\. Pass"),
-        ({"num_key_value_heads": 3}, r"num_key_value_heads: expected a divisor of num_heads=4, got 3\. Pass"),
-        ({"num_key_value_heads": 0}, r"num_key_value_heads: expected a divisor of num_heads=4, got 0\. Pass"),
+        ({"num_kv_heads": 3}, r"num_kv_heads: expected a divisor of num_heads=4, got 3\. Pass"),
+        ({"num_kv_heads": 0}, r"num_kv_heads: expected a divisor of num_heads=4, got 0\. Pass"),
         ({"qkv_features": 30}, r"qkv_features: expected a positive multiple of num_heads=4, got 30 .*qkv_features=28"),
         ({"in_features": 6, "qkv_features": None}, r"qkv_features: expected .*got 6 .*in_features"),
     ],
