@@ -209,7 +209,7 @@ def attend(
     is_self: bool,
     input_positions: ArrayLike | None,
     is_causal: bool | None,
-    sinks: Array | None,
+    sinks: ArrayLike | None,
     dropped: dict[str, Any],
     masks: Masks,
 ) -> tuple[Array, KVCache | None]:

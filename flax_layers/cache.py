@@ -32,7 +32,9 @@ class KVCache(NamedTuple):
         """int32 [*B, count]: where the next positions stand."""
         return self.written[..., None] + jnp.arange(count, dtype=jnp.int32)
 
-    def extend(self, key: Array, value: Array, lengths: ArrayLike | None = None) -> tuple["KVCache", dict[str, Any]]:
+    def extend(
+        self, key: ArrayLike, value: ArrayLike, lengths: ArrayLike | None = None
+    ) -> tuple["KVCache", dict[str, Any]]:
         """Writes T more positions: a prompt, a part of one, or a single token.
 
         Args:
@@ -49,6 +51,7 @@ class KVCache(NamedTuple):
             ValueError: The shapes do not fit, or so many positions are known not to fit into S_max. Where `written` is
                 traced nobody can tell: what does not fit is not written, and `overflowed` says so from then on.
         """
+        key, value = jnp.asarray(key), jnp.asarray(value)
         _check_shapes(self, key, value)
         count = key.shape[-3]
         added = count if lengths is None else jnp.asarray(lengths)

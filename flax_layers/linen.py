@@ -235,7 +235,7 @@ class FlashMultiHeadAttention(nn.Module):
             scale_init=self._named(nn.initializers.ones_init(), f"{name}.scale"), name=name,
         )  # fmt: skip
 
-    def _sinks(self) -> Array | None:
+    def _sinks(self) -> ArrayLike | None:
         if not self.use_sinks:
             return None
         return self.param("sinks", self._named(self.sinks_init, "sinks"), (self.num_heads,), self.param_dtype)
