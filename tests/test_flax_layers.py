@@ -34,7 +34,7 @@ def shapes_of(api: str, classes=OURS, **options):
     """Nested dict of the parameters' shapes, the same in both APIs."""
     if api == "linen":
         x = jnp.ones((1, 1, FEATURES))
-        return jax.eval_shape(classes[api](**SIZES, **options).init, jax.random.key(0), x)["params"]
+        return jax.eval_shape(classes[api](**{**SIZES, **options}).init, jax.random.key(0), x)["params"]
     return nnx.to_pure_dict(nnx.state(_abstract(classes[api], options), nnx.Param))
 
 
@@ -45,13 +45,13 @@ def parameters(api: str, classes=OURS, **options):
 
 
 def _abstract(cls, options):
-    return nnx.eval_shape(lambda: cls(**SIZES, in_features=FEATURES, rngs=nnx.Rngs(0), **options))
+    return nnx.eval_shape(lambda: cls(**{**SIZES, "in_features": FEATURES, **options}, rngs=nnx.Rngs(0)))
 
 
 def layer_of(api: str, classes=OURS, **options):
     """(parameters, *inputs, **call) → output."""
     if api == "linen":
-        layer = classes[api](**SIZES, **options)
+        layer = classes[api](**{**SIZES, **options})
         return lambda params, *inputs, **call: layer.apply({"params": params}, *inputs, **call)
     graph, abstract, rest = nnx.split(_abstract(classes[api], options), nnx.Param, ...)
     assert not jax.tree.leaves(rest)
