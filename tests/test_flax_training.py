@@ -1,5 +1,7 @@
 """Training with `FlashMultiHeadAttention`: losses as with Flax's layer, kernels in the program, remat by name."""
 
+import json
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from flax import nnx
 from test_flax_layers import FEATURES, FLAX, OURS, draw, every_api, layer_of, parameters
 from test_lowering import kernels, launches, lower, on
 
+from benchmarks import training
 from flax_layers.rope import RoPE
 from pallas_flash import RESIDUAL_NAMES
 
@@ -118,3 +121,19 @@ def test_remat_saves_by_name(api, saved, forwards):
     with on("H200"):
         traced = jax.jit(step_of(api, classes, dtype=jnp.bfloat16, **OPTIONS)).trace(*arguments(api))
     assert kernels(traced.jaxpr).count("flash_forward") == forwards
+
+
+def test_benchmark_times_what_trains_alike(tmp_path, monkeypatch):
+    """Ours and Flax's; a peer that forgets the mask is found out, and not timed."""
+
+    def forgetful(query, key, value, **_):
+        return jax.nn.dot_product_attention(query, key, value)
+
+    monkeypatch.setitem(training.PEERS, "jax_cudnn", forgetful)
+    sizes = dict(lengths=64, tokens=128, layers=2, width=32, heads=2, vocabulary=64, seconds=0)
+    given = [f"--{name}={size}" for name, size in sizes.items()]
+    assert training.main([*given, f"--out={tmp_path / 'rows.jsonl'}"]) == 1
+    rows = {row["peer"]: row for row in map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())}
+    assert {peer: row["status"] for peer, row in rows.items()} == {"ours": "ok", "jax_cudnn": "wrong", "flax": "ok"}
+    assert {peer for peer, row in rows.items() if "tokens_per_s" in row} == {"ours", "flax"}
+    assert rows["ours"]["compared_with"] == "flax" and rows["ours"]["samples"] == training.MIN_STEPS
