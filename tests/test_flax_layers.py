@@ -346,6 +346,7 @@ def test_parameters_have_names_of_axes(api):
 
 SIZES_THAT_DO_NOT_FIT = [
     ({"num_kv_heads": 3}, r"num_kv_heads: expected a divisor of num_heads=4, got 3\. Pass"),
+    ({"num_kv_heads": 0}, r"num_kv_heads: expected a divisor of num_heads=4, got 0\. Pass"),
     ({"qkv_features": 30}, r"qkv_features: expected a positive multiple of num_heads=4, got 30"),
     ({"num_heads": 0}, r"num_heads: expected at least 1, got 0\. Pass"),
 ]
