@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 
@@ -23,10 +24,22 @@ class KVCache(NamedTuple):
     written: Array
 
     @classmethod
-    def empty(cls, batch: tuple[int, ...], length: int, heads: int, head_dim: int, dtype: Any) -> "KVCache":
-        """For `length` = S_max positions, none of them written."""
-        zeros = jnp.zeros((*batch, length, heads, head_dim), dtype)
-        return cls(zeros, zeros, jnp.zeros(batch, jnp.int32))
+    def empty(
+        cls, batch: tuple[int, ...], length: int, heads: int, head_dim: int, dtype: Any, out_sharding: Any = None
+    ) -> "KVCache":
+        """For `length` = S_max positions, none of them written.
+
+        Args:
+            batch: Sizes of the batch axes.
+            length: S_max.
+            heads: K.
+            head_dim: H.
+            dtype: Of keys and values.
+            out_sharding: `PartitionSpec` of keys and values, for meshes whose axes are in types; None: whole.
+        """
+        zeros = jnp.zeros((*batch, length, heads, head_dim), dtype, out_sharding=out_sharding)
+        of_batch = None if out_sharding is None else PartitionSpec(*out_sharding[: len(batch)])
+        return cls(zeros, zeros, jnp.zeros(batch, jnp.int32, out_sharding=of_batch))
 
     def positions(self, count: int) -> Array:
         """int32 [*B, count]: where the next positions stand."""
@@ -54,7 +67,7 @@ class KVCache(NamedTuple):
         key, value = jnp.asarray(key), jnp.asarray(value)
         _check_shapes(self, key, value)
         count = key.shape[-3]
-        added = count if lengths is None else jnp.asarray(lengths)
+        added = count if lengths is None else jnp.clip(jnp.asarray(lengths), 0, count)
         cache = KVCache(
             _write(self.key, key, self.written),
             _write(self.value, value, self.written),

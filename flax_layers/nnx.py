@@ -280,16 +280,17 @@ class FlashMultiHeadAttention(nnx.Module):
                 variable[...] = array
         return self.out(heads, out_sharding=out_sharding)
 
-    def init_cache(self, input_shape: tuple[int, ...], dtype: Dtype | None = None) -> None:
+    def init_cache(self, input_shape: tuple[int, ...], dtype: Dtype | None = None, out_sharding: Any = None) -> None:
         """Makes an empty cache.
 
         Args:
             input_shape: (*B, S_max, features): batch axes, and the number of positions it has room for.
             dtype: Of keys and values; None: the layer's `dtype`, or that of its parameters.
+            out_sharding: Of keys and values [*B, S_max, K, H], for meshes whose axes are in types.
         """
         batch, length = tuple(input_shape[:-2]), input_shape[-2]
         dtype = dtype or self.dtype or self.param_dtype
-        cache = KVCache.empty(batch, length, self.num_kv_heads, self.head_dim, dtype)
+        cache = KVCache.empty(batch, length, self.num_kv_heads, self.head_dim, dtype, out_sharding)
         self.cached_key, self.cached_value, self.cache_index = map(nnx.Cache, cache)
 
     def set_view(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from test_flax_layers import (
     EVERYTHING,
     FEATURES,
@@ -24,6 +25,7 @@ from test_flax_layers import (
     parameters,
 )
 
+from flax_layers.attend import LogicalAxes
 from flax_layers.cache import KVCache
 from flax_layers.rope import RoPE
 from pallas_flash import flash_attention
@@ -150,7 +152,7 @@ def test_cache_alone():
     cache, seen = cache.extend(new, 2 * new, np.array([1, 3]))
     assert seen.keys() == {"is_causal", "query_offset", "key_value_seq_lengths", "query_seq_lengths"}
     np.testing.assert_array_equal(cache.written, [[1, 3]] * 3)
-    cache, seen = cache.extend(new, 2 * new, np.array([4, 2]))
+    cache, seen = cache.extend(new, 2 * new, np.array([9, 2]))  # no more than 4 are there
     np.testing.assert_array_equal(seen["query_offset"], [[1, 3]] * 3)
     np.testing.assert_array_equal(cache.positions(2)[0], [[5, 6], [5, 6]])
     rounded = new.astype(jnp.bfloat16)
@@ -208,3 +210,27 @@ def test_no_cache_or_another_one(api):
         ValueError, match=r"key: expected shape \(3, 3, 4, 8\) for a cache of shape \(3, 16, 4, 8\), got"
     ):
         Decoder(api, params, batch=(3,)).step(x)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_sharded(kind):
+    """Batch and heads split over a mesh, whose axes the compiler or the types tell."""
+    axis_types = (getattr(jax.sharding.AxisType, kind),) * 2
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=axis_types, devices=jax.devices()[:4])
+    options = {"num_kv_heads": 2, "rope": RoPE(), "use_sinks": True, "alibi": True}
+    params, x = parameters("nnx", **options), draw(B, T, FEATURES)
+    whole = jax.jit(layer_of("nnx", **options, is_causal=True))(params, x)
+    heads, out = PartitionSpec("data", None, "model", None), PartitionSpec("data", None, None)
+    shardings = {"qkv_sharding": heads, "out_sharding": out} if kind == "Explicit" else {}
+    rules = (("heads", "model"), ("kv_heads", "model"), ("embed", None), ("head_dim", None))
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
+        make = {**SIZES, **options, "in_features": FEATURES, "logical_axes": LogicalAxes()}
+        layer = nnx.jit(lambda: OURS["nnx"](**make, rngs=nnx.Rngs(0)))()
+        places = jax.tree.map(lambda p: p.sharding, nnx.to_pure_dict(nnx.state(layer, nnx.Param)))
+        nnx.update(layer, jax.device_put(params, places))
+        layer.init_cache((B, S_MAX, FEATURES), out_sharding=heads if kind == "Explicit" else None)
+        step = nnx.jit(lambda layer, x: layer(x, decode=True, **shardings))
+        for start, stop in CHUNKS[:3]:
+            part = step(layer, jax.device_put(x[:, start:stop], out))
+            assert_close(part, whole[:, start:stop])
+    assert part.sharding.is_equivalent_to(NamedSharding(mesh, out), 3) or kind == "Auto"

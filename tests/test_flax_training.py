@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from test_flax_layers import FEATURES, FLAX, OURS, draw, every_api, layer_of, parameters
+from test_flax_layers import FEATURES, FLAX, OURS, SIZES, draw, every_api, layer_of, parameters
 from test_lowering import kernels, launches, lower, on
 
 from benchmarks import training
@@ -106,6 +106,18 @@ def test_program_of_a_training_step_has_the_kernels(api, dtype):
         text = lower(step_of(api, dtype=dtype, **OPTIONS), *arguments(api))
     assert launches(text).keys() == names and text.count(f"custom_call @{target}") == len(names)
     assert "1024x1024x" not in text
+
+
+def test_program_of_a_step_of_the_cache_has_the_kernel():
+    """A token and a prompt, with every option that Gemma, Llama and gpt-oss have."""
+    options = {**OPTIONS, "is_causal": False, "dtype": jnp.bfloat16}
+    layer = OURS["linen"](**{**SIZES, **options}, decode=True)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), jax.ShapeDtypeStruct((2, 2048, FEATURES), jnp.float32))
+    for length in (1, 512):
+        with on("H200"):
+            x = jax.ShapeDtypeStruct((2, length, FEATURES), jnp.float32)
+            text = lower(lambda variables, x: layer.apply(variables, x, mutable="cache"), variables, x)
+        assert launches(text).keys() == {"flash_forward"}
 
 
 @every_api
