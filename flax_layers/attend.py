@@ -207,7 +207,7 @@ def attend(
     *,
     cache: KVCache | None,
     is_self: bool,
-    input_positions: ArrayLike | None,
+    positions: tuple[ArrayLike | None, ArrayLike | None],
     is_causal: bool | None,
     sinks: ArrayLike | None,
     dropped: dict[str, Any],
@@ -222,8 +222,7 @@ def attend(
         value: [*B, S, K, H].
         cache: Holds keys and values before those; None: there are none.
         is_self: Whether keys are made of the inputs of which queries are.
-        input_positions: [*B, T] or broadcastable, integer, for RoPE: of the queries, and in self-attention of the keys.
-            None: counted from 0, or on from what the cache holds. Causal masks, windows and ALiBi go by indices.
+        positions: The call's `input_positions` and `key_value_positions`.
         is_causal: Goes before the layer's own; None: that.
         sinks: [N], or None.
         dropped: Keywords for dropout.
@@ -236,10 +235,9 @@ def attend(
         TypeError, ValueError: As of `flash_attention`; masks that the cache rules out; T positions that do not fit.
     """
     given = _masks(masks, is_self, cache)
+    of_queries, of_keys = _positions(layer, query, key, cache, is_self, *positions)
     if layer.rope is not None:
-        positions = _positions(query, cache) if input_positions is None else jnp.asarray(input_positions)
-        query = layer.rope(query, positions)
-        key = layer.rope(key, positions if is_self else jnp.arange(key.shape[-3]))
+        query, key = layer.rope(query, of_queries), layer.rope(key, of_keys)
     given["is_causal"] = layer.is_causal if is_causal is None else is_causal
     if cache is not None:
         cache, seen = cache.extend(key, value, given.pop("query_seq_lengths", None))
@@ -260,9 +258,22 @@ def attend(
     return jnp.where(cache.overflowed()[..., None, None, None], jnp.nan, out), cache
 
 
-def _positions(query: Array, cache: KVCache | None) -> Array:
-    length = query.shape[-3]
-    return jnp.arange(length, dtype=jnp.int32) if cache is None else cache.positions(length)
+def _positions(
+    layer: Layer, query: Array, key: Array, cache: KVCache | None, is_self: bool, of_queries: Any, of_keys: Any
+) -> tuple[ArrayLike, ArrayLike]:
+    """Those of queries and keys: as given, or counted from 0, or on from what the cache holds."""
+    for name, given in (("input_positions", of_queries), ("key_value_positions", of_keys)):
+        if layer.rope is None and given is not None:
+            raise ValueError(f"{name}: expected None without rope, got an array; masks, windows and ALiBi go by index")
+    if of_keys is None and of_queries is not None and not is_self:
+        raise ValueError(
+            "key_value_positions: expected integers beside input_positions and inputs_k, got None; pass them, "
+            "jnp.arange(S) for example"
+        )
+    counted = jnp.arange(query.shape[-3]) if cache is None else cache.positions(query.shape[-3])
+    of_queries = counted if of_queries is None else of_queries
+    of_keys = (of_queries if is_self else jnp.arange(key.shape[-3])) if of_keys is None else of_keys
+    return of_queries, of_keys
 
 
 def _masks(masks: Masks, is_self: bool, cache: KVCache | None) -> dict[str, Any]:

@@ -160,6 +160,7 @@ class FlashMultiHeadAttention(nn.Module):
         inputs_v: ArrayLike | None = None,
         *,
         input_positions: ArrayLike | None = None,
+        key_value_positions: ArrayLike | None = None,
         is_causal: bool | None = None,
         deterministic: bool | None = None,
         decode: bool | None = None,
@@ -172,8 +173,10 @@ class FlashMultiHeadAttention(nn.Module):
             inputs_q: [*B, T, features], floating, any number of batch axes.
             inputs_k: [*B, S, features], floating; None: `inputs_q` (self-attention).
             inputs_v: [*B, S, features], floating; None: `inputs_k`.
-            input_positions: [*B, T] or broadcastable, integer: positions of the inputs_q for RoPE (of the keys too, in
-                self-attention; else these are 0 … S - 1). None: 0 … T - 1, or where the cache stands.
+            input_positions: [*B, T] or broadcastable, integer: where RoPE takes queries to stand. None: 0 … T - 1, or
+                on from what the cache holds. Causal masks, windows and ALiBi go by index all the same.
+            key_value_positions: [*B, S] or broadcastable, integer: the same of keys. None: where the queries stand in
+                self-attention, else 0 … S - 1.
             is_causal: Goes before the layer's own; None: that.
             deterministic: Whether nothing is dropped; None: as the layer has it.
             decode: Whether to write to the cache (collection "cache", mutable) and attend to all it holds: a prompt, a
@@ -210,7 +213,7 @@ class FlashMultiHeadAttention(nn.Module):
         query, key, value = promote_dtype(query, key, value, dtype=self.dtype)
         cache = self._cache(key, decode)
         heads, cache = attend.attend(
-            self, query, key, value, cache=cache, is_self=is_self, input_positions=input_positions,
+            self, query, key, value, cache=cache, is_self=is_self, positions=(input_positions, key_value_positions),
             is_causal=is_causal, sinks=self._sinks(), dropped=self._dropped(deterministic, dropout_rng), masks=masks,
         )  # fmt: skip
         if cache is not None:

@@ -238,22 +238,25 @@ def test_slopes_of_alibi():
 
 
 def test_rope_in_cross_attention():
-    """Keys stand at 0 … S - 1, wherever the queries are."""
-    options = {"rope": RoPE()}
-    params, x, y = parameters("nnx", **options), draw(B, T, FEATURES), draw(B, S, FEATURES, seed=1)
-    positions = np.arange(T) + 3
+    """Queries and keys stand where they are told, or each from 0 on."""
+    params, x, y = parameters("nnx"), draw(B, T, FEATURES), draw(B, S, FEATURES, seed=1)
+    query, key = (
+        (z @ params[name]["kernel"].reshape(FEATURES, -1) + params[name]["bias"].reshape(-1)).reshape(B, -1, N, H)
+        for name, z in (("query", x), ("key", y))
+    )
     seen = {}
 
     def attention(query, key, value, **_):
         seen.update(query=query, key=key)
         return flash_attention(query, key, value)
 
+    told = {"input_positions": np.arange(T) + 3, "key_value_positions": np.arange(S)[::-1]}
     for api in APIS:
-        layer_of(api, attention_fn=attention, **options)(params, x, y, input_positions=positions)
-        query = x @ params["query"]["kernel"].reshape(FEATURES, -1) + params["query"]["bias"].reshape(-1)
-        key = y @ params["key"]["kernel"].reshape(FEATURES, -1) + params["key"]["bias"].reshape(-1)
-        assert_close(seen["query"], turned(RoPE(), query.reshape(B, T, N, H), positions))
-        assert_close(seen["key"], turned(RoPE(), key.reshape(B, S, N, H), np.arange(S)))
+        layer = layer_of(api, attention_fn=attention, rope=RoPE())
+        for given in ({}, told):
+            layer(params, x, y, **given)
+            assert_close(seen["query"], turned(RoPE(), query, given.get("input_positions", np.arange(T))))
+            assert_close(seen["key"], turned(RoPE(), key, given.get("key_value_positions", np.arange(S))))
 
 
 @every_api
@@ -362,6 +365,13 @@ CALLS = [
     ({"dropout_rate": 0.1}, {}, ValueError, r"deterministic: expected True or False with dropout_rate=0\.1, got None;"),
     ({"rope": RoPE(), "qkv_features": 20}, {}, ValueError, "head_dim: expected an even number, got 5"),
     ({"rope": RoPE()}, {"input_positions": np.arange(T + 1)}, ValueError, "positions: expected a shape"),
+    ({}, {"input_positions": np.arange(T)}, ValueError, "input_positions: expected None without rope, got an array"),
+    (
+        {"rope": RoPE()},
+        {"inputs_k": draw(B, S, FEATURES), "input_positions": np.arange(T)},
+        ValueError,
+        r"key_value_positions: expected integers beside .*, got None; pass them",
+    ),
     ({"logits_soft_cap": -1.0}, {}, ValueError, "logits_soft_cap: expected"),
 ]
 
