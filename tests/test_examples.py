@@ -1,14 +1,17 @@
 """What is shown to readers runs: the examples, with tiny sizes, and the code blocks of README and docs."""
 
+import dataclasses
 import importlib
 import pathlib
 import re
 import runpy
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from test_lowering import lower, on
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -65,6 +68,21 @@ def test_train_and_generate(example, tmp_path, capsys):
     assert [text.startswith(prompt) for text, prompt in zip(texts, prompts, strict=True)] == [True, True]
     with pytest.raises(SystemExit, match=r"gemma2-tiny: no checkpoint; run train_gpt\.py"):
         train_gpt.load(tmp_path, "gemma2-tiny")
+
+
+@pytest.mark.parametrize("name", ["llama3-small", "gemma2-small"])
+def test_program_of_the_real_size_has_the_kernels(example, name):
+    """Two layers, lowered for an H200: forward and backward kernels for each kind of layer, and nothing is T×S."""
+    models = example("models")
+    config, length = dataclasses.replace(models.CONFIGS[name], layers=2), 4096
+    model = nnx.eval_shape(lambda: models.Decoder(config, jnp.bfloat16, remat=True, rngs=nnx.Rngs(0)))
+    graph, params = nnx.split(model)
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    with on("H200"):
+        text = lower(jax.grad(lambda params, ids: nnx.merge(graph, params)(ids, ids, ids).mean()), params, ids)
+    for kernel in ("flash_forward", "flash_backward"):
+        assert text.count(f"{kernel}_mosaic_gpu") == len(config.windows)  # equal layers share their function
+    assert f"{length}x{length}x" not in text
 
 
 def test_gemma(example, tmp_path):

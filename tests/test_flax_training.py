@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from test_flax_layers import FEATURES, FLAX, OURS, SIZES, draw, every_api, layer_of, parameters
+from test_flax_layers import FEATURES, FLAX, OURS, SIZES, assert_close, draw, every_api, layer_of, parameters
 from test_lowering import kernels, launches, lower, on
 
 from benchmarks import training
@@ -133,6 +133,37 @@ def test_remat_saves_by_name(api, saved, forwards):
     with on("H200"):
         traced = jax.jit(step_of(api, classes, dtype=jnp.bfloat16, **OPTIONS)).trace(*arguments(api))
     assert kernels(traced.jaxpr).count("flash_forward") == forwards
+
+
+def test_scans_over_layers():
+    """Stacked parameters, as large models have them: three layers in a scan are three layers one after the other."""
+    x, options = draw(B, T, FEATURES), {"is_causal": True, "num_kv_heads": 2, "rope": RoPE(), "use_sinks": True}
+    options |= {**SIZES, "out_features": FEATURES}
+
+    class Layer(nn.Module):
+        """As `nn.scan` wants it."""
+
+        @nn.compact
+        def __call__(self, x, _):
+            return OURS["linen"](**options, name="attention")(x), None
+
+    layers = nn.scan(nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()
+    variables = layers.init(jax.random.key(0), x, None)
+    (scanned, _), stacked = layers.apply(variables, x, None), variables["params"]["attention"]
+    assert_close(scanned, one_by_one("linen", stacked, x, options))
+
+    make = nnx.split_rngs(splits=3)(nnx.vmap(lambda rngs: OURS["nnx"](**options, in_features=FEATURES, rngs=rngs)))
+    layers = make(nnx.Rngs(0))
+    through = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    stacked = nnx.to_pure_dict(nnx.state(layers, nnx.Param))
+    assert_close(through(x, layers), one_by_one("nnx", stacked, x, options))
+
+
+def one_by_one(api: str, stacked, x, options):
+    layer = jax.jit(layer_of(api, **options))
+    for n in range(3):
+        x = layer(jax.tree.map(lambda p, n=n: p[n], stacked), x)
+    return x
 
 
 def test_benchmark_times_what_trains_alike(tmp_path, monkeypatch):
