@@ -30,8 +30,8 @@ from flax_layers.cache import KVCache
 from flax_layers.rope import RoPE
 from pallas_flash import flash_attention
 
-B, T, S_MAX = 2, 11, 16
-CHUNKS = [(0, 4), (4, 7), (7, 8), (8, 9), (9, 11)]  # a prompt, a part of one, tokens, several again
+B, T, S_MAX = 2, 12, 16
+CHUNKS = [(0, 4), (4, 7), (7, 8), (8, 9), (9, 12)]  # a prompt, a part of one, tokens, several again
 
 
 class Decoder:

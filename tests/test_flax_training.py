@@ -173,7 +173,7 @@ def test_benchmark_times_what_trains_alike(tmp_path, monkeypatch):
         return jax.nn.dot_product_attention(query, key, value)
 
     monkeypatch.setitem(training.PEERS, "jax_cudnn", forgetful)
-    sizes = dict(lengths=64, tokens=128, layers=2, width=32, heads=2, vocabulary=64, seconds=0)
+    sizes = dict(lengths=64, tokens=128, layers=1, width=32, heads=2, vocabulary=64, seconds=0)
     given = [f"--{name}={size}" for name, size in sizes.items()]
     assert training.main([*given, f"--out={tmp_path / 'rows.jsonl'}"]) == 1
     rows = {row["peer"]: row for row in map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())}
