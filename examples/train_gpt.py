@@ -2,7 +2,7 @@
 
 Rows hold several documents, told apart by segment ids, so that no token is padding; positions start anew in each.
 
-Run it: python examples/train_gpt.py                                                    (minutes on a CPU)
+Run it: python examples/train_gpt.py                                                   (minutes on a CPU)
         python examples/train_gpt.py --model llama3-small --length 8192 --batch 4      (on a GPU, in bfloat16)
 """
 
