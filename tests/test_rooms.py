@@ -129,6 +129,17 @@ MAY_IMPORT = {
 }
 """Room → rooms whose modules it may import; "" is the package itself, its public names. A file without a row fails."""
 
+LAYERS_MAY_IMPORT = {
+    "": [],
+    "rope": [],
+    "cache": [],
+    "attention_fn": [],
+    "attend": ["cache", "rope"],
+    "linen": ["attend", "attention_fn", "cache", "rope"],
+    "nnx": ["attend", "attention_fn", "cache", "rope"],
+}
+"""The same for the rooms of flax_layers, beside the public names of the library; neither API knows the other."""
+
 MAY_LOAD = {"dispatch": ["kernels.mosaic_gpu", "kernels.triton", "xla"]}
 """Room → rooms that it imports by name when first used."""
 
@@ -236,9 +247,9 @@ def attributes(path: pathlib.Path, module: str) -> set[str]:
     }
 
 
-def inner(modules: Iterator[str]) -> set[str]:
-    """The library's rooms among modules."""
-    return {m.removeprefix(LIBRARY).removeprefix(".") for m in modules if m == LIBRARY or m.startswith(f"{LIBRARY}.")}
+def inner(modules: Iterator[str], package: str = LIBRARY) -> set[str]:
+    """The package's rooms among modules."""
+    return {m.removeprefix(package).removeprefix(".") for m in modules if m == package or m.startswith(f"{package}.")}
 
 
 @every_room
@@ -256,6 +267,13 @@ def test_rooms_are_in_an_order():
         assert lowest, f"each of these needs another: {sorted(left)}"
         for name in lowest:
             del left[name]
+
+
+@pytest.mark.parametrize("path", LAYERS, ids=lambda path: path.stem)
+def test_layers_import_layers_below(path):
+    name = "" if path.stem == "__init__" else path.stem
+    assert name in LAYERS_MAY_IMPORT, f"{name} has no row in the table of layers; say there what it may import"
+    assert inner(imports(path), "flax_layers") <= {*LAYERS_MAY_IMPORT[name]}
 
 
 @pytest.mark.parametrize("path", LAYERS, ids=lambda path: path.stem)
