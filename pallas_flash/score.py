@@ -1,4 +1,4 @@
-"""Raw score → logit: factors of heads, bias, ALiBi, soft cap and the user's own functions, for every kernel, forward and backward.
+"""Raw score → logit: factors of heads, bias, ALiBi, soft cap and the user's own functions, for every kernel.
 
 A term is a function of scores and their tile, `function(score, tile, *operands)`; what is built in is written like what
 users write. Derivatives are JAX's, taken of the terms inside the kernels.

@@ -19,8 +19,8 @@ LN2 = math.log(2.0)
 LOWEST = -(2.0**27)
 """Where running maxima start, base 2: a row whose logits are all far below it counts as one that kept nothing.
 
-Products near it are rounded to multiples of 8, so that a maximum and the fused exponent, which is not rounded, differ by
-less than 2⁴ from LOWEST up to -LOWEST: weights stay finite in float16 too.
+Products near it are rounded to multiples of 8, so that a maximum and the fused exponent, which is not rounded, differ
+by less than 2⁴ from LOWEST up to -LOWEST: weights stay finite in float16 too.
 """
 SLACK = 8.0
 """How far, in base 2, scores may pass a running maximum before it follows them: weights stay below 2⁸, and where no

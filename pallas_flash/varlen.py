@@ -87,8 +87,8 @@ def flash_attention_varlen(
         *(x[None] for x in tensors), bias=None, mask=None, scale=scale, is_causal=is_causal, query_seq_lengths=None,
         key_value_seq_lengths=None, local_window_size=local_window_size, query_segment_ids=None,
         key_value_segment_ids=None, mask_modifiers=(), block_mask=None, logits_scale=logits_scale,
-        logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks, score_modifiers=score_modifiers, dropout_rate=dropout_rate,
-        dropout_key=dropout_key, return_residual=return_residual,
+        logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks, score_modifiers=score_modifiers,
+        dropout_rate=dropout_rate, dropout_key=dropout_key, return_residual=return_residual,
         implementation=implementation, query_offset=0, deterministic=deterministic, precision=precision, plan=plan,
         interpret=interpret,
     )  # fmt: skip

@@ -40,7 +40,8 @@ def attend(
         dtype: Of the computation.
         scale: Number or scalar array; None: 1/sqrt(H).
         precision: Of the dots.
-        logits_scale, bias, alibi_slopes, logits_soft_cap, score_functions, sinks, dropout_keep, dropout_rate: As for `oracle.attend`.
+        logits_scale, bias, alibi_slopes, logits_soft_cap, score_functions, sinks: As for `oracle.attend`.
+        dropout_keep, dropout_rate: Likewise.
         **options: Those of `oracle.kept`, not traced.
 
     Source: FlashAttention's own tests measure against twice the error of the dense computation.
