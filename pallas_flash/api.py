@@ -33,6 +33,7 @@ class Options(TypedDict, total=False):
     key_value_segment_ids: ArrayLike | None
     mask_modifiers: Sequence[Callable[..., Array] | MaskModifier]
     block_mask: BlockMask | None
+    logits_scale: ArrayLike | None
     logits_soft_cap: float | None
     alibi_slopes: ArrayLike | None
     sinks: ArrayLike | None
@@ -103,6 +104,7 @@ def flash_attention(  # pyright: ignore[reportInconsistentOverload]  (the keywor
     key_value_segment_ids=None,
     mask_modifiers=(),
     block_mask=None,
+    logits_scale=None,
     logits_soft_cap=None,
     alibi_slopes=None,
     sinks=None,
@@ -128,9 +130,9 @@ def flash_attention(  # pyright: ignore[reportInconsistentOverload]  (the keywor
         key: [*B, S, K, H], the dtype of `query`.
         value: [*B, S, K, Hv], the dtype of `query`.
         bias: Floating, broadcastable to [*B, N, T, S], is added to the scaled scores. -inf masks (but unlike `mask` not
-            NaN or inf in the key or value); finite logits must be above -1e30. Differentiable: its
-            gradient has its shape and dtype, is summed in float32, and takes no more memory than the larger of itself
-            and [*B, N, T or S].
+            NaN or inf in the key or value), and so does what makes a logit less than -1e8; logits above 9e7 may give
+            NaN. Differentiable: its gradient has its shape and dtype, is summed in float32, and takes no more memory
+            than the larger of itself and [*B, N, T or S].
         mask: Boolean, broadcastable to [*B, N, T, S], True = attend. Its size is what it costs: [*B, 1, 1, S] is never
             expanded. Blocks of scores that are all False are skipped, those that are all True need no mask.
         scale: Number or floating scalar array, multiplies the scores. A traced one is differentiable and never
@@ -154,6 +156,8 @@ def flash_attention(  # pyright: ignore[reportInconsistentOverload]  (the keywor
             `MaskModifier`s, which have arrays as operands and tell more.
         block_mask: What `block_mask` made of the same `mask` and `mask_modifiers` before, once for many calls. None:
             each call works out itself which blocks these leave to visit.
+        logits_scale: Floating, [N] or [*B, N]: a factor for each head, which the scaled scores are multiplied by before
+            bias and ALiBi. Differentiable.
         logits_soft_cap: Positive number: scores, scaled and with bias, become cap·tanh(scores / cap). On GPUs, for
             bfloat16 and float16, by the hardware's tanh, whose relative error is up to 2⁻¹¹.
         alibi_slopes: Floating, [N] or [*B, N]: from each score its slope times |query position - key index| is
@@ -163,7 +167,7 @@ def flash_attention(  # pyright: ignore[reportInconsistentOverload]  (the keywor
         score_modifiers: Your own scores: functions `modify(score, tile)` → score, applied in order after the soft cap,
             or `ScoreModifier`s, which have arrays as operands, with gradients, and tell more.
         dropout_rate: Chance of each probability to be dropped, 0 <= rate < 1, a Python number; the kept ones are
-            divided by 1 - rate, rounded to a multiple of 2⁻¹⁵. The residual is that without dropout.
+            divided by 1 - rate. The residual is that without dropout.
         dropout_key: A key of `jax.random`, needed if the rate is not 0. What is dropped follows from it and from batch
             entry, head, query and key index, on every implementation (`dropout_mask`); another key never recompiles.
         deterministic: Whether gradients must be bitwise reproducible. Outputs always are, gradients are by default
@@ -191,9 +195,9 @@ def flash_attention(  # pyright: ignore[reportInconsistentOverload]  (the keywor
         query, key, value, bias=bias, mask=mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size,
         query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids,
-        mask_modifiers=mask_modifiers, block_mask=block_mask, logits_soft_cap=logits_soft_cap,
-        alibi_slopes=alibi_slopes, sinks=sinks, score_modifiers=score_modifiers, dropout_rate=dropout_rate,
-        dropout_key=dropout_key, return_residual=return_residual,
+        mask_modifiers=mask_modifiers, block_mask=block_mask, logits_scale=logits_scale,
+        logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks, score_modifiers=score_modifiers,
+        dropout_rate=dropout_rate, dropout_key=dropout_key, return_residual=return_residual,
         implementation=implementation, query_offset=query_offset, deterministic=deterministic, precision=precision,
         plan=plan, interpret=interpret,
     )  # fmt: skip
@@ -291,7 +295,7 @@ def dropout_mask(
         heads: N, the number of query heads.
 
     Returns:
-        bool [*batch, N, T, S]. Those kept are divided by 1 - rate, the rate rounded to a multiple of 2⁻¹⁵.
+        bool [*batch, N, T, S]. Those kept are divided by 1 - rate.
 
     Raises:
         TypeError, ValueError: As of `flash_attention`.

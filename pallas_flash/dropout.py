@@ -14,8 +14,8 @@ from pallas_flash.tile import Tile
 
 Leaf = Any  # of a pytree: an array, or what JAX's transformations put in its place
 
-BITS = 15
-"""Bits of randomness for each score."""
+BITS, FRACTION = 7, 32
+"""Bits of randomness for each score, and those that decide which of two bounds they are compared with."""
 
 
 @jax.tree_util.register_dataclass
@@ -25,7 +25,7 @@ class Dropout:
 
     Attributes:
         keys: Two of uint32 [B, N, 1, 1]: random words for each batch entry and head.
-        dropped: How many of 2¹⁵ values of a score's bits drop it.
+        dropped: The rate, in units of 2⁻³⁹.
     """
 
     keys: tuple[Leaf, Leaf]
@@ -33,26 +33,32 @@ class Dropout:
 
     @classmethod
     def of(cls, key: Array, rate: float, B: int, N: int) -> "Dropout":
-        """Of a typed key of `jax.random` and 0 < rate < 1, which is rounded to a multiple of 2⁻¹⁵."""
+        """Of a typed key of `jax.random` and 0 < rate < 1."""
         low, high = jax.random.bits(key, (2, B, N, 1, 1), jnp.uint32)
-        return cls((low, high), min(max(round(rate * 2**BITS), 1), 2**BITS - 1))
+        return cls((low, high), min(max(round(rate * 2 ** (BITS + FRACTION)), 1), 2 ** (BITS + FRACTION) - 1))
 
     @property
     def gain(self) -> float:
         """What kept probabilities are multiplied by."""
-        return 1 / (1 - self.dropped / 2**BITS)
+        return 1 / (1 - self.dropped / 2 ** (BITS + FRACTION))
 
     def sieve(self, tile: Tile) -> Callable[[Array], Array]:
         """The map x ↦ x, the tile's shape, with 0 for what is dropped.
 
-        Four scores share the two words of one counter: those that differ in bit 3 of q or k. On GPUs one thread holds
-        these four, in either orientation, so that it computes their words once.
+        Eight scores share the two words of one counter: those that differ in bit 3 of q, or 3 or 4 of k. On GPUs one
+        thread holds these eight, or four of them in a transposed tile, so that it computes their words once. Seven bits
+        of each are compared with one of two bounds next to each other. Which one, that is drawn for the eight (a Weyl
+        sequence from a random start), so that the chance of each score is the rate, whatever that is; between two of
+        the eight it leaves a correlation below 2⁻¹⁶ over rate · (1 - rate).
         """
-        (q_group, q, q_bit), (k_group, k, k_bit) = tile.sixteens()
+        (q_group, q, q_bit), (k_group, k, *k_bits) = tile.groups()
         low, high = (tile.read(key) for key in self.keys)
-        rest = q_group * np.uint32(64) + q * np.uint32(8) + k
-        words = philox((jnp.zeros_like(rest) + (k_group ^ high), rest), low, tile.fast.product)
-        return tile.fast.sieve(words, (q_bit, k_bit), self.dropped)
+        q, steps = q_group * np.uint32(64) + q * np.uint32(8), (np.uint32(0x9E3779B9), np.uint32(0x85EBCA6B))
+        words = philox((jnp.zeros_like(q + k) + (k_group ^ high), q + k), low, tile.fast.product)
+        drawn = (high + q * steps[0]) + (k * steps[0] + k_group * steps[1])
+        bound, fraction = divmod(self.dropped, 2**FRACTION)
+        bound = jnp.where(drawn < np.uint32(fraction), np.uint32(bound + 1), np.uint32(bound))
+        return tile.fast.sieve(words, (q_bit, *k_bits), bound)
 
 
 def philox(

@@ -18,28 +18,28 @@ def product(factor: int, x: Array) -> tuple[Array, Array]:
         return (wide >> np.uint64(32)).astype(jnp.uint32), wide.astype(jnp.uint32)
 
 
-INFINITY = 0x7C00
-"""Bits of infinity as float16; without a sign, numbers above are NaN, and those below have the order of their bits."""
-
-
 def only(keep: Array | None, x: Array) -> Array:
     """`x` with 0 where it is not kept, whatever is there; so is its cotangent. `keep` None: all of it."""
     return x if keep is None else jnp.where(keep, x, x.dtype.type(0))
 
 
-def sieve(words: tuple[Array, Array], bits: tuple[Array, Array], bound: int) -> Callable[[Array], Array]:
-    """The map x ↦ x where a score's 15 bits are at least `bound`, else 0; a pytree.
+def sieve(words: tuple[Array, Array], bits: tuple[Array, Array, Array], bound: Array) -> Callable[[Array], Array]:
+    """The map x ↦ x where a score's seven bits are at least `bound`, else 0; a pytree.
 
     Args:
         words: Two of uint32, the shape of x.
-        bits: uint32, bit 3 of the index of query and key. That of the key says which word, that of the query which
-            half of it holds the score's bits: the lower 15.
-        bound: 0 < bound < 2¹⁵.
+        bits: uint32, bit 3 of the index of the query, and bits 3 and 4 of that of the key. The last says which word;
+            the first and twice the second are the number of its bits below those of the score.
+        bound: uint32, 0 <= bound <= 128.
     """
-    of_query, of_key = bits
-    word = jnp.where(of_key > 0, words[1], words[0])
-    keep = jnp.where(of_query > 0, word << np.uint32(1), word << np.uint32(17)) >= np.uint32(bound << 17)
-    return Partial(only, keep)
+    of_query, of_key, of_word = bits
+    word = jnp.where(of_word > 0, words[1], words[0])
+    return Partial(only, (word >> (of_query + 2 * of_key)) % np.uint32(128) >= bound)
+
+
+def margin(bound: Array) -> Array:
+    """What to add to seven bits in each byte of a word so that bit 7 tells whether they are at least `bound`."""
+    return (np.uint32(128) - bound) * np.uint32(0x01010101)
 
 
 def differentiable(tanh: Callable[[Array], Array]) -> Callable[[Array], Array]:
@@ -60,6 +60,7 @@ class Elementary(NamedTuple):
     Attributes:
         exp2: 2^x.
         fma_exp2: 2^(a·b + c), fused.
+        sums: Sums of rows [..., rows], or of some columns each [..., rows, parts].
         constant: x, without a derivative; the identity where nothing is differentiated.
         tanh: Hyperbolic tangent, differentiable.
         product: High and low word of a number times a uint32.
@@ -68,10 +69,11 @@ class Elementary(NamedTuple):
 
     exp2: Callable[[Array], Array] = jnp.exp2
     fma_exp2: Callable[[Array, ArrayLike, Array], Array] = lambda a, b, c: jnp.exp2(a * b + c)
+    sums: Callable[[Array], Array] = lambda x: jnp.sum(x, -1)
     constant: Callable[[Array], Array] = lax.stop_gradient
     tanh: Callable[[Array], Array] = jnp.tanh
     product: Callable[[int, Array], tuple[Array, Array]] = product
-    sieve: Callable[[tuple[Array, Array], tuple[Array, Array], int], Callable[[Array], Array]] = sieve
+    sieve: Callable[[tuple[Array, Array], tuple[Array, Array, Array], Array], Callable[[Array], Array]] = sieve
 
 
 PLAIN = Elementary()

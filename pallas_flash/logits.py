@@ -11,19 +11,21 @@ from pallas_flash import arguments, tile
 from pallas_flash.arguments import FAR, describe, operand, per_batch
 from pallas_flash.dropout import Dropout
 from pallas_flash.modifiers import MaskModifier, ScoreModifier
-from pallas_flash.score import Alibi, Score, SoftCap, Term, add_bias
+from pallas_flash.score import Alibi, Score, SoftCap, Term, add_bias, times
 
 
 def score(
-    bias, slopes, query_offset, soft_cap, modifiers, batch: tuple[int, ...], axes: dict[str, int], dtype
+    factors, bias, slopes, query_offset, soft_cap, modifiers, batch: tuple[int, ...], axes: dict[str, int], dtype
 ) -> Score:
-    """The terms, in the order of the contract: bias and ALiBi, soft cap, modifiers."""
+    """The terms, in the order of the contract: factors, bias and ALiBi, soft cap, modifiers."""
     state = jnp.promote_types(dtype, jnp.float32)
 
     def floating(name: str, x, letters: str) -> Array:
         return _at_most(state, operand(name, arguments.array(name, x, "floating"), letters, batch, axes))
 
     terms = []
+    if factors is not None:
+        terms.append(Term(times, (floating("logits_scale", factors, "BN"),)))
     if bias is not None:
         terms.append(Term(add_bias, (floating("bias", bias, "BNTS"),)))
     if slopes is not None:

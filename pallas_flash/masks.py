@@ -40,6 +40,11 @@ class Mask:
         """Whether later rows keep more columns, so that visiting them first balances a grid."""
         return False
 
+    @property
+    def ends_alike(self) -> bool:
+        """Whether rows keep columns from somewhere to the last, so that those walk together that begin there."""
+        return False
+
     def keep(self, tile: Tile) -> Array | None:
         """bool, the tile's shape: which scores count. None: all of them."""
         raise NotImplementedError
@@ -114,6 +119,10 @@ class Band(Mask):
     @property
     def grows(self) -> bool:
         return self.hi is not None and self.lo is None
+
+    @property
+    def ends_alike(self) -> bool:
+        return self.lo is not None and self.hi is None
 
     def keep(self, tile: Tile) -> Array | None:
         lo, hi = self._edges
@@ -194,6 +203,10 @@ class Both(Mask):
     def grows(self) -> bool:
         return self.first.grows or self.second.grows
 
+    @property
+    def ends_alike(self) -> bool:
+        return self.first.ends_alike or self.second.ends_alike
+
     def keep(self, tile: Tile) -> Array | None:
         return _and(self.first.keep(tile), self.second.keep(tile))
 
@@ -254,8 +267,12 @@ class Visit(NamedTuple):
 
     def block(self, t: Index) -> Index:
         """The t-th block of the walk."""
-        full = self.full_start + t - self.edges
+        full = self._full(t - self.edges)
         return full if _is(self.edges, 0) else _where(t < self.edges, self._edge(t), full)
+
+    def _full(self, t: Index) -> Index:
+        """The t-th block that is kept whole."""
+        return self.full_start + t
 
     def _edge(self, t: Index) -> Index:
         """The t-th block that needs `keep`."""
@@ -265,10 +282,10 @@ class Visit(NamedTuple):
     def at_least_one(self) -> "Visit":
         """With block 0, of which nothing is kept, where there is no block: for kernels that must start with one."""
         if _static(*self):
-            return self if self.start < self.end else Visit(0, 0, 0, 1)
+            return self if self.start < self.end else type(self)(0, 0, 0, 1)
         empty = self.start >= self.end
         start, full_start, full_end = (_where(empty, 0, x) for x in self[:3])
-        return Visit(start, full_start, full_end, _where(empty, 1, self.end))
+        return type(self)(start, full_start, full_end, _where(empty, 1, self.end))
 
     def walk(self, step: Callable[[Index, Carry, bool], Carry], carry: Carry) -> Carry:
         """Runs `step(block, carry, edge)` over the blocks: those that need `keep` (edge=True), then the full ones.
@@ -284,6 +301,13 @@ class Visit(NamedTuple):
     def walk_by_turn(self, step: Callable[[Index, Carry, bool], Carry], carry: Carry, skip: int = 0) -> Carry:
         """As `walk`, but with `step(t, carry, edge)` for the t-th block, and from the one after `skip` on."""
         return walk_by_turn(self, step, carry, skip)
+
+
+class LastFirst(Visit):
+    """The same, by turn from the last of those on that are kept whole."""
+
+    def _full(self, t: Index) -> Index:
+        return self.full_end - 1 - t
 
 
 def walk_by_turn[Carry](seen: Any, step: Callable[[Index, Carry, bool], Carry], carry: Carry, skip: int = 0) -> Carry:
@@ -306,7 +330,7 @@ def visit(mask: Mask, rows: Span, columns: Span, block: int) -> Visit:
     end = _where(occupied, _div(columns.hi + block - 1, block), start)
     full_start = _clip(_div(full.lo + block - 1, block), start, end)
     full_end = _clip(_div(full.hi, block), full_start, end)
-    return Visit(start, full_start, full_end, end)
+    return (LastFirst if mask.ends_alike else Visit)(start, full_start, full_end, end)
 
 
 def used(mask: Mask, T: int, S: int) -> tuple[Span, Span]:

@@ -104,9 +104,9 @@ class Problem:
 
 def pose(
     query, key, value, *, bias, mask, scale, is_causal, query_seq_lengths, key_value_seq_lengths, local_window_size,
-    query_segment_ids, key_value_segment_ids, mask_modifiers, block_mask, logits_soft_cap, alibi_slopes, sinks,
-    score_modifiers, dropout_rate, dropout_key, return_residual, implementation, query_offset, deterministic,
-    precision, plan, interpret,
+    query_segment_ids, key_value_segment_ids, mask_modifiers, block_mask, logits_scale, logits_soft_cap,
+    alibi_slopes, sinks, score_modifiers, dropout_rate, dropout_key, return_residual, implementation, query_offset,
+    deterministic, precision, plan, interpret,
 ) -> tuple[Problem, tuple[int, ...]]:  # fmt: skip
     """Validates a call of `flash_attention`; returns the problem and its batch axes. Raises as documented there."""
     batch, sizes = _sizes(query, key, value)
@@ -142,7 +142,7 @@ def pose(
     problem = Problem(
         mask=functools.reduce(operator.and_, read, lengths & band),
         score=logits.score(
-            bias, alibi_slopes, query_offset, logits_soft_cap, score_modifiers, batch, axes, query.dtype
+            logits_scale, bias, alibi_slopes, query_offset, logits_soft_cap, score_modifiers, batch, axes, query.dtype
         ),
         sinks=logits.sinks(sinks, sizes["N"], query.dtype),
         dropout=logits.dropout(dropout_rate, dropout_key, axes["B"], sizes["N"]),

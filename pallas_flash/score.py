@@ -1,4 +1,4 @@
-"""Raw score → logit: bias, ALiBi, soft cap and the user's own functions, for every kernel, forward and backward.
+"""Raw score → logit: factors of heads, bias, ALiBi, soft cap and the user's own functions, for every kernel.
 
 A term is a function of scores and their tile, `function(score, tile, *operands)`; what is built in is written like what
 users write. Derivatives are JAX's, taken of the terms inside the kernels.
@@ -37,7 +37,7 @@ class Term:
     @property
     def is_built_in(self) -> bool:
         """Whether it is one of this file's."""
-        return self.function is add_bias or isinstance(self.function, Alibi | SoftCap)
+        return self.function in (times, add_bias) or isinstance(self.function, Alibi | SoftCap)
 
     def unit(self, scale: ArrayLike) -> float:
         """What its scores are divided by: a soft cap, for ALiBi an ordinary scale, as raw scores are; else 1."""
@@ -145,6 +145,12 @@ class Located(NamedTuple):
         parts = [[*found] for found in self.parts]
         parts[term][number] = part
         return self._replace(parts=[tuple(found) for found in parts])
+
+
+def times(score: Array, tile: Tile, factor: Array) -> Array:
+    """A factor for each head, its inverse temperature (Swin Transformer V2, arXiv:2111.09883, section 3.3)."""
+    del tile
+    return score * factor
 
 
 def add_bias(score: Array, tile: Tile, bias: Array) -> Array:

@@ -16,8 +16,15 @@ from pallas_flash.elementary import PLAIN, Elementary
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
-LOWEST = -1e30
-"""Where running maxima start: finite, so that a row's difference to it is too; real logits must be above it."""
+LOWEST = -(2.0**27)
+"""Where running maxima start, base 2: a row whose logits are all far below it counts as one that kept nothing.
+
+Products near it are rounded to multiples of 8, so that a maximum and the fused exponent, which is not rounded, differ
+by less than 2⁴ from LOWEST up to -LOWEST: weights stay finite in float16 too.
+"""
+SLACK = 8.0
+"""How far, in base 2, scores may pass a running maximum before it follows them: weights stay below 2⁸, and where no
+maximum of a tile moved its output need not be rescaled (FlashAttention-4)."""
 TINY = 1e-37
 """Stands for a scale of 0: the products with it vanish beside any other logit, and its product with -inf is -inf."""
 
@@ -82,10 +89,11 @@ def advance(
         m, l, the weights p [..., rows, columns], and alpha [..., rows] by which the output so far shrinks.
     """
     # The result does not depend on m, so its derivative may be dropped.
-    top = fast.constant(jnp.maximum(m, jnp.max(s, -1) * c))  # eq. 5
+    highest = jnp.max(s, -1) * c
+    top = fast.constant(jnp.where(highest > m + SLACK, highest, m))  # eq. 5
     p = fast.fma_exp2(s, c, -by_row(top, s))  # eq. 6
     alpha = fast.exp2(m - top)  # eq. 7
-    return top, l * alpha + jnp.sum(p, -1), p, alpha  # eq. 8
+    return top, l * by_row(alpha, l) + fast.sums(p), p, alpha  # eq. 8
 
 
 def update(run: Running, s: Array, c: ArrayLike, weigh: Callable[[Array], Array], fast: Elementary = PLAIN) -> Running:

@@ -42,14 +42,11 @@ class Tile(NamedTuple):
         """float32 indices of queries and keys, exact below 2²⁴."""
         return self.q_ids.astype(jnp.float32), self.k_ids.astype(jnp.float32)
 
-    def sixteens(self) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        """uint32, of queries and of keys: which 16 of them an index lies in, its three lowest bits, and its bit 3."""
-        q, k = (_in_sixteens(ids.astype(jnp.uint32)) for ids in (self.q_ids, self.k_ids))
-        return q, k
-
-
-def _in_sixteens(ids: Array) -> tuple[Array, ...]:
-    return ids >> np.uint32(4), ids & np.uint32(7), ids & np.uint32(8)
+    def groups(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """uint32: which 16 queries an index lies in, its three lowest bits and bit 3; which 32 keys, … bits 3 and 4."""
+        q, k = (ids.astype(jnp.uint32) for ids in (self.q_ids, self.k_ids))
+        eight = np.uint32(8)
+        return (q >> np.uint32(4), q % eight, q & eight), (k >> np.uint32(5), k % eight, k & eight, k & np.uint32(16))
 
 
 EXAMPLE = 16

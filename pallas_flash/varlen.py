@@ -27,6 +27,7 @@ def flash_attention_varlen(
     return_residual: bool = False,
     implementation: str | None = None,
     query_offset: ArrayLike = 0,
+    logits_scale: ArrayLike | None = None,
     logits_soft_cap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
@@ -57,6 +58,7 @@ def flash_attention_varlen(
         implementation: As for `flash_attention`.
         query_offset: Integer, scalar or [sequences]: position of a sequence's first query among its keys. 0 aligns the
             first query with the first key; `jnp.diff(cu_seqlens_k) - jnp.diff(cu_seqlens_q)` the last with the last.
+        logits_scale: Floating [N], as for `flash_attention`.
         logits_soft_cap: As for `flash_attention`, and so are sinks, dropout_rate and dropout_key.
         alibi_slopes: Floating [N], as for `flash_attention`; positions are those within a sequence.
         sinks: One logit for each head.
@@ -84,9 +86,9 @@ def flash_attention_varlen(
     posed, _ = problem.pose(
         *(x[None] for x in tensors), bias=None, mask=None, scale=scale, is_causal=is_causal, query_seq_lengths=None,
         key_value_seq_lengths=None, local_window_size=local_window_size, query_segment_ids=None,
-        key_value_segment_ids=None, mask_modifiers=(), block_mask=None, logits_soft_cap=logits_soft_cap,
-        alibi_slopes=alibi_slopes, sinks=sinks, score_modifiers=score_modifiers, dropout_rate=dropout_rate,
-        dropout_key=dropout_key, return_residual=return_residual,
+        key_value_segment_ids=None, mask_modifiers=(), block_mask=None, logits_scale=logits_scale,
+        logits_soft_cap=logits_soft_cap, alibi_slopes=alibi_slopes, sinks=sinks, score_modifiers=score_modifiers,
+        dropout_rate=dropout_rate, dropout_key=dropout_key, return_residual=return_residual,
         implementation=implementation, query_offset=0, deterministic=deterministic, precision=precision, plan=plan,
         interpret=interpret,
     )  # fmt: skip

@@ -26,11 +26,6 @@ def keep_mask(key, rate: float, B: int, N: int, T: int, S: int) -> np.ndarray:
     return np.asarray(Dropout.of(key, rate, B, N).sieve(Tile.at(0, T, 0, S))(jnp.ones((B, N, T, S), bool)))
 
 
-def rounded_rate(rate: float) -> float:
-    """What the library makes of a rate: 15 random bits decide on each probability."""
-    return round(rate * 2**15) / 2**15
-
-
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A problem in jax.nn's letters; `S`, `K` and `Hv` default to `T`, `N` and `H`. Lengths are per batch entry.
@@ -60,6 +55,7 @@ class Case:
     bias: str | None = None
     bias_dtype: str = "float32"
     alibi: str | None = None
+    logits_scale: bool = False
     soft_cap: float | None = None
     scores: tuple[str, ...] = ()
     sinks: bool = False
@@ -114,6 +110,8 @@ class Case:
         if self.bias is not None:
             bias = recipes.BIASES[self.bias](self._draw("bias"), self.B, self.N, self.T, self.S)
             found["bias"] = bias.astype(self.bias_dtype)
+        if self.logits_scale:
+            found["logits_scale"] = recipes.sinks(self._draw("logits_scale"), self.N)
         if self.alibi is not None:
             found["alibi_slopes"] = recipes.SLOPES[self.alibi](self._draw("alibi"), self.B, self.N)
         if self.sinks:
@@ -125,7 +123,7 @@ class Case:
 
     def scored(self, arrays: dict[str, Any], for_oracle: bool = False) -> dict[str, Any]:
         """The keywords that these arrays, named as those of `differentiable`, or others in their place, go into."""
-        found = {name: x for name, x in arrays.items() if name in ("bias", "alibi_slopes", "sinks")}
+        found = {name: x for name, x in arrays.items() if name in ("logits_scale", "bias", "alibi_slopes", "sinks")}
         if not self.scores:
             return found
         functions = []
@@ -154,7 +152,7 @@ class Case:
         if not for_oracle:
             return {"dropout_rate": self.dropout, "dropout_key": key}
         keep = keep_mask(key, self.dropout, self.B, self.N, self.T, self.S)
-        return {"dropout_rate": rounded_rate(self.dropout), "dropout_keep": keep}
+        return {"dropout_rate": self.dropout, "dropout_keep": keep}
 
     def _read(self, for_oracle: bool) -> dict[str, Any]:
         """The options that are arrays or functions."""
@@ -183,6 +181,7 @@ class Case:
 
 
 _SCORES: dict[str, Any] = {
+    "logits_scale": True,
     "bias": "of_entries",
     "alibi": "entries",
     "soft_cap": 3.0,
@@ -311,10 +310,13 @@ SMALL = [
     Case("bias_of_keys_lengths", T=40, S=50, H=16, bias="of_keys", key_value_seq_lengths=(50, 0)),
     Case("bias_of_rows_cap", T=40, S=37, H=16, bias="of_rows", soft_cap=1.5),
     Case("bias_minus_infinity", T=50, S=70, H=16, bias="minus_infinity"),
+    Case("bias_sunk", T=50, S=70, H=16, bias="sunk", is_causal=True, query_offset=20),
     Case("bias_minus_infinity_cap_sinks", T=40, S=37, N=4, K=2, H=16, bias="minus_infinity", soft_cap=2.0, sinks=True),
     Case("alibi_causal", T=70, N=4, K=2, H=16, alibi="heads", is_causal=True),
     Case("alibi_of_entries_offset", T=24, S=50, H=16, alibi="entries", is_causal=True, query_offset=(26, 7)),
     Case("alibi_offset_bf16", T=33, S=50, H=16, dtype="bfloat16", alibi="heads", query_offset=17),
+    Case("logits_scale", T=64, N=4, K=2, H=16, logits_scale=True, bias="of_heads", is_causal=True),
+    Case("logits_scale_bf16", T=50, N=2, H=16, dtype="bfloat16", logits_scale=True),
     Case("soft_cap", T=64, H=16, soft_cap=1.2),
     Case("soft_cap_large_logits_bf16", T=64, dtype="bfloat16", magnitude=20.0, soft_cap=30.0, is_causal=True),
     Case("sinks", T=50, N=4, K=2, H=16, sinks=True),
@@ -455,6 +457,7 @@ LARGE = [
     Case("bias_full_bf16", T=600, S=500, N=4, K=2, H=64, dtype="bfloat16", bias="full", is_causal=True),
     Case("bias_of_heads_h128_bf16", T=1024, N=4, H=128, dtype="bfloat16", bias="of_heads", bias_dtype="bfloat16"),
     Case("bias_of_keys_h256_fp16", T=515, N=4, K=2, H=256, dtype="float16", bias="of_keys", mask="random"),
+    Case("bias_sunk_fp16", T=512, S=600, N=4, K=2, H=64, dtype="float16", bias="sunk"),
     Case("bias_shared_ragged_fp32", T=333, S=401, N=4, H=64, bias="shared", soft_cap=2.0),
     Case("alibi_h128_bf16", T=1100, N=8, K=2, H=128, dtype="bfloat16", alibi="heads", is_causal=True),
     Case("soft_cap_h64_bf16", T=1024, N=4, H=64, dtype="bfloat16", soft_cap=5.0, is_causal=True),

@@ -19,6 +19,7 @@ def attend(
     *,
     scale=None,
     precision=None,
+    logits_scale=None,
     bias=None,
     alibi_slopes=None,
     logits_soft_cap=None,
@@ -39,7 +40,8 @@ def attend(
         dtype: Of the computation.
         scale: Number or scalar array; None: 1/sqrt(H).
         precision: Of the dots.
-        bias, alibi_slopes, logits_soft_cap, score_functions, sinks, dropout_keep, dropout_rate: As for `oracle.attend`.
+        logits_scale, bias, alibi_slopes, logits_soft_cap, score_functions, sinks: As for `oracle.attend`.
+        dropout_keep, dropout_rate: Likewise.
         **options: Those of `oracle.kept`, not traced.
 
     Source: FlashAttention's own tests measure against twice the error of the dense computation.
@@ -62,8 +64,10 @@ def attend(
         x = x.astype(wide) if jnp.issubdtype(x.dtype, jnp.floating) else x
         return jnp.where(keep, x, jnp.zeros_like(x))
 
+    if logits_scale is not None:
+        s = s * part(logits_scale, "BN")
     if bias is not None:
-        keep = keep & (oracle.spread(jnp.asarray(bias), "BNTS") != -jnp.inf)
+        keep = keep & (oracle.spread(jnp.asarray(bias), "BNTS") > oracle.LEAST)
         s = s + part(bias, "BNTS")
     if alibi_slopes is not None:
         offset = np.broadcast_to(options.get("query_offset", 0), (B,)).reshape(B, 1, 1, 1)

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+LEAST = -1e8
+"""A bias below it hides a key, as -inf does: float32 would tell no score from another there."""
+
 
 class ScoreFunction(NamedTuple):
     """A function of scores, with its derivatives.
@@ -38,6 +41,7 @@ class Gradients(NamedTuple):
     key: np.ndarray
     value: np.ndarray
     scale: float
+    logits_scale: np.ndarray | None
     bias: np.ndarray | None
     alibi_slopes: np.ndarray | None
     sinks: np.ndarray | None
@@ -53,6 +57,7 @@ def attend(query, key, value, **options) -> tuple[np.ndarray, np.ndarray]:
         value: [B, S, K, Hv].
         **options: Those of `kept`, and further
             scale: A number, None is 1/sqrt(H);
+            logits_scale: [N] or [B, N], times the scaled scores;
             bias: Broadcastable to [B, N, T, S], added to the scaled scores; -inf masks;
             alibi_slopes: [N] or [B, N], times the distance of query and key, subtracted;
             logits_soft_cap: A number, of cap·tanh(score / cap), which comes next;
@@ -111,6 +116,7 @@ def gradients(query, key, value, d_out, d_residual, **options) -> Gradients:
         dk,
         dv,
         dscale,
+        shaped.get("logits_scale"),
         shaped.get("bias"),
         shaped.get("alibi_slopes"),
         None if given.sinks is None else d_sinks,
@@ -128,6 +134,8 @@ def logits(z: np.ndarray, given: "_Given", b: int, n: int) -> tuple[np.ndarray, 
     keep = given.mask[b, n]
     parts = {name: _part(x, b, n, keep) for name, x in given.operands.items()}
     z, by = np.where(keep, z, 0), {"score": np.ones(z.shape)}
+    if "logits_scale" in parts:
+        z, by = z * parts["logits_scale"], {"score": by["score"] * parts["logits_scale"], "logits_scale": z}
     if "bias" in parts:
         z, by["bias"] = z + parts["bias"], np.ones(z.shape)
     if "alibi_slopes" in parts:
@@ -248,6 +256,7 @@ def _prepared(
     value,
     *,
     scale=None,
+    logits_scale=None,
     bias=None,
     alibi_slopes=None,
     logits_soft_cap=None,
@@ -260,7 +269,7 @@ def _prepared(
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     B, T, N, H = query.shape
     S, K = key.shape[1:3]
-    named = {"bias": (bias, "BNTS"), "alibi_slopes": (alibi_slopes, "BN")}
+    named = {"logits_scale": (logits_scale, "BN"), "bias": (bias, "BNTS"), "alibi_slopes": (alibi_slopes, "BN")}
     for i, function in enumerate(score_functions):
         named |= {(i, j): x for j, x in enumerate(zip(function.operands, function.axes, strict=True))}
     operands = {name: spread(_wide(x), letters) for name, (x, letters) in named.items() if x is not None}
@@ -270,7 +279,7 @@ def _prepared(
         key,
         value,
         scale=1 / math.sqrt(H) if scale is None else float(scale),
-        mask=mask if bias is None else mask & (operands["bias"] != -np.inf),
+        mask=mask if bias is None else mask & (operands["bias"] > LEAST),
         G=N // K,
         offset=np.broadcast_to(options.get("query_offset", 0), (B,)),
         cap=logits_soft_cap,

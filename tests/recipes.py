@@ -241,7 +241,14 @@ def minus_infinity(draw, B, N, T, S):
     return np.where(hidden, np.float32(-np.inf), found)
 
 
-BIASES = {f.__name__: f for f in (full, shared, of_heads, of_entries, of_keys, of_rows, minus_infinity)}
+def sunk(draw, B, N, T, S):
+    """The same, but finite: so low that these keys do not count."""
+    found = minus_infinity(draw, B, N, T, S)
+    low = np.float32(-1e9) * 10 ** draw.random(found.shape, np.float32)
+    return np.where(np.isneginf(found), low, found)
+
+
+BIASES = {f.__name__: f for f in (full, shared, of_heads, of_entries, of_keys, of_rows, minus_infinity, sunk)}
 """(draw, B, N, T, S) → float32, broadcastable to [B, N, T, S]."""
 
 

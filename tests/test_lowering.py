@@ -87,7 +87,7 @@ def score_kernels(case: Case) -> list[str]:
         x for name in case.scores for x in zip(case._operands(name), recipes.SCORES[name].axes, strict=True)
         if np.issubdtype(x[0].dtype, np.floating)
     ]  # fmt: skip
-    named = {"bias": "BNTS", "alibi_slopes": "BN"}
+    named = {"logits_scale": "BN", "bias": "BNTS", "alibi_slopes": "BN"}
     operands += [(x, named[name]) for name, x in case.differentiable().items() if name in named]
     shapes = [oracle.spread(x, letters).shape for x, letters in operands]
     return [

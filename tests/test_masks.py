@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_flash import masks
-from pallas_flash.masks import Band, Lengths, Mask, Span, Visit
+from pallas_flash.masks import Band, LastFirst, Lengths, Mask, Span, Visit
 from pallas_flash.tile import Tile
 
 SIZE = 24
@@ -288,6 +288,18 @@ def test_turns_of_a_static_walk():
         turns = [seen.block(t) for t in range(seen.steps)]
         assert_python_ints(seen.edges, seen.steps, *turns)
         assert (turns, seen.edges, seen.has_edges) == (blocks, sum(flags), any(flags))
+        backwards = [LastFirst(*seen).block(t) for t in range(seen.steps)]
+        assert backwards == blocks[: seen.edges] + blocks[seen.edges :][::-1]
+
+
+def test_rows_that_end_alike_begin_there():
+    """Keys under a causal mask: the last query attends to all. Not so queries, nor within a window."""
+    rows, columns = Span(32, 48), Span(0, 128)
+    causal, window = Band(None, 0), Band(-20, 0)
+    kinds = [
+        type(masks.visit(mask, rows, columns, 16)) for mask in (causal.T, Lengths(None, 100) & causal.T, causal, window)
+    ]
+    assert kinds == [LastFirst, LastFirst, Visit, Visit]
 
 
 @every_walk

@@ -66,6 +66,7 @@ HIDING = ScoreFunction(
 DROPOUT = {"dropout_keep": np.arange(B * N * T * S).reshape(B, N, T, S) % 11 % 3 > 0, "dropout_rate": 0.25}
 OPTIONS |= {
     "bias": {"bias": SCORES[0]},
+    "logits_scale": {"logits_scale": 1 + SCORES[3][1], "bias": SCORES[1], "logits_soft_cap": 0.9},
     "bias_of_keys": {"bias": SCORES[1], "is_causal": True},
     "bias_of_heads": {"bias": SCORES[2], "logits_soft_cap": 0.7},
     "bias_minus_infinity": {
@@ -92,7 +93,7 @@ OPTIONS |= {
     },
 }
 SIDES = (("query", T), ("key_value", S))
-OF_SCORES = {"scale", "bias", "alibi_slopes", "logits_soft_cap", "score_functions", "sinks", *DROPOUT}
+OF_SCORES = {"scale", "logits_scale", "bias", "alibi_slopes", "logits_soft_cap", "score_functions", "sinks", *DROPOUT}
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
@@ -114,7 +115,7 @@ def of_masks(options: dict) -> dict:
 
 def differentiable(options: dict) -> dict:
     """The arrays among the options by which there is a gradient, operands of score functions by two numbers."""
-    named = {name: options[name] for name in ("bias", "alibi_slopes", "sinks") if name in options}
+    named = {name: options[name] for name in ("logits_scale", "bias", "alibi_slopes", "sinks") if name in options}
     functions = options.get("score_functions", ())
     return named | {(i, j): x for i, f in enumerate(functions) for j, x in enumerate(f.operands)}
 

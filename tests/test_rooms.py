@@ -158,6 +158,17 @@ MAY_IMPORT = {
 }
 """Room → rooms whose modules it may import; "" is the package itself, its public names. A file without a row fails."""
 
+LAYERS_MAY_IMPORT = {
+    "": [],
+    "rope": [],
+    "cache": [],
+    "attention_fn": [],
+    "attend": ["cache", "rope"],
+    "linen": ["attend", "attention_fn", "cache", "rope"],
+    "nnx": ["attend", "attention_fn", "cache", "rope"],
+}
+"""The same for the rooms of flax_layers, beside the public names of the library; neither API knows the other."""
+
 MAY_LOAD = {"dispatch": ["kernels.mosaic_gpu", "kernels.triton", "xla"]}
 """Room → rooms that it imports by name when first used."""
 
@@ -265,9 +276,9 @@ def attributes(path: pathlib.Path, module: str) -> set[str]:
     }
 
 
-def inner(modules: Iterator[str]) -> set[str]:
-    """The library's rooms among modules."""
-    return {m.removeprefix(LIBRARY).removeprefix(".") for m in modules if m == LIBRARY or m.startswith(f"{LIBRARY}.")}
+def inner(modules: Iterator[str], package: str = LIBRARY) -> set[str]:
+    """The package's rooms among modules."""
+    return {m.removeprefix(package).removeprefix(".") for m in modules if m == package or m.startswith(f"{package}.")}
 
 
 @every_room
@@ -285,6 +296,13 @@ def test_rooms_are_in_an_order():
         assert lowest, f"each of these needs another: {sorted(left)}"
         for name in lowest:
             del left[name]
+
+
+@pytest.mark.parametrize("path", LAYERS, ids=lambda path: path.stem)
+def test_layers_import_layers_below(path):
+    name = "" if path.stem == "__init__" else path.stem
+    assert name in LAYERS_MAY_IMPORT, f"{name} has no row in the table of layers; say there what it may import"
+    assert inner(imports(path), "flax_layers") <= {*LAYERS_MAY_IMPORT[name]}
 
 
 @pytest.mark.parametrize("path", LAYERS, ids=lambda path: path.stem)
@@ -320,7 +338,17 @@ def test_only_the_pipeline_synchronises(name):
 @every_room
 def test_kernels_name_no_feature_of_scores(name):
     """They see a `Score`, whatever its terms are: another one touches none of them."""
-    features = {"bias", "add_bias", "Alibi", "alibi_slopes", "SoftCap", "logits_soft_cap", "score_modifiers"}
+    features = {
+        "logits_scale",
+        "times",
+        "bias",
+        "add_bias",
+        "Alibi",
+        "alibi_slopes",
+        "SoftCap",
+        "logits_soft_cap",
+        "score_modifiers",
+    }
     if name.startswith("kernels"):
         assert not features & set(words(FILES[name]))
     assert name != "score" or features & set(words(FILES[name]))

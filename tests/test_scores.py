@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import Case, keep_mask, rounded_rate
+from cases import Case, keep_mask
 from test_attention import IMPLEMENTATIONS
 from test_transforms import assert_close
 
@@ -181,7 +181,7 @@ def test_the_same_is_dropped_everywhere(options):
     out, pull = jax.vjp(lambda v: attention(q, k, v), eye)
     (dv,) = pull(eye)
     p = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") / 8**0.5)
-    dropped = np.where(keep, p, 0) / (1 - rounded_rate(rate))
+    dropped = np.where(keep, p, 0) / (1 - rate)
     for found in (jnp.moveaxis(out, 2, 1), jnp.transpose(dv, (0, 2, 3, 1))):  # dv[s] holds what each query gave it
         assert np.array_equal(found > 0, keep)
         assert error(found, dropped) <= 1e-5

@@ -25,7 +25,7 @@ every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS
 every_kind = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 
 TENSORS = {"query": "BTNH", "key": "BSKH", "value": "BSKH"}
-FLOATING = TENSORS | {"bias": "11TS", "sinks": "N", "gain": "N", "scale": ""}
+FLOATING = TENSORS | {"bias": "11TS", "sinks": "N", "gain": "N", "scale": "", "factors": "N"}
 """Axes of the arrays by which there are gradients."""
 WHOLE = {
     "alibi_slopes": "BN", "mask": "B1TS", "ids": "BS", "lengths": "B", "offset": "B", "allowed": "NS",
@@ -68,8 +68,8 @@ def arrays() -> dict[str, np.ndarray]:
 def with_everything(x: dict, **options):
     """Output of a call with every argument."""
     return flash_attention(
-        x["query"], x["key"], x["value"], x["bias"], x["mask"], scale=x["scale"], is_causal=True,
-        local_window_size=20, key_value_seq_lengths=x["lengths"], query_offset=x["offset"],
+        x["query"], x["key"], x["value"], x["bias"], x["mask"], scale=x["scale"], logits_scale=x["factors"],
+        is_causal=True, local_window_size=20, key_value_seq_lengths=x["lengths"], query_offset=x["offset"],
         query_segment_ids=x["ids"][:, -T:], key_value_segment_ids=x["ids"], alibi_slopes=x["alibi_slopes"],
         sinks=x["sinks"], dropout_rate=0.2, dropout_key=x["dropout key"],
         mask_modifiers=(MaskModifier(by_place, (x["allowed"],), ("NS",)),),

@@ -84,11 +84,11 @@ def flash_backward(
         dq_rows, dq_columns = _part(problem, block_q, w)
 
         def step(t, edge: bool, u, head, seen):
-            (k, v), (q, vectors) = kv_ring.anew(0), q_ring.wait(u)
+            (k, v), (q, vectors), (do,) = kv_ring.anew(0), q_ring.wait(u), do_ring.wait(u)
 
             def weighed(scores, d_weights):
                 plgpu.wgmma(scores, k.at[own], q.transpose((1, 0)))
-                plgpu.wgmma(d_weights, v.at[own], do_ring.wait(u)[0].transpose((1, 0)))
+                plgpu.wgmma(d_weights, v.at[own], do.transpose((1, 0)))
                 tile = where.tile(scores.shape, (b, head), own_first, seen.block(t) * block_q, words.at[w], True)
                 weigher = Weigher.at(problem, mask, tile, edge)
                 sT = plgpu.wgmma_accumulator_load(scores, wait_n=1)
@@ -99,10 +99,10 @@ def flash_backward(
 
             pT, dsT = pipeline.accumulate(weighed, (GROUP_ROWS, block_q), (GROUP_ROWS, block_q))
             if edge:
-                pipeline.scrub(mask, seen, t, b, q, *do_ring.at(u))
+                pipeline.scrub(mask, seen, t, b, q, do)
             ds_tile = ds_tiles.at[lax.rem(u, jnp.int32(2))]
             ds_tile[own, :] = dsT
-            plgpu.wgmma(dv, pT, *do_ring.at(u))  # eq. 13
+            plgpu.wgmma(dv, pT, do)  # eq. 13
             pipeline.meet()
 
             def summed(dq):
@@ -155,7 +155,7 @@ def together(problem: Problem, blocks: MosaicBlocks, tensors: tuple[Array, ...])
     dk, dv = launch.call(
         flash_backward, "flash_backward", problem, grid, blocks, CONSUMERS, scratch, (*tensors, *sums), outputs
     )
-    return sums[0][...], dk, dv
+    return pipeline.Handover.in_order(sums[0][...]), dk, dv
 
 
 def _part(problem: Problem, block_q: int, w: int) -> tuple[Any, Any]:

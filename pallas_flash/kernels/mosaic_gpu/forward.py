@@ -87,19 +87,19 @@ def flash_forward(
 
             m, l, p, alpha, drop = pipeline.accumulate(scored, (GROUP_ROWS, block_k))  # noqa: E741
             if overlap:
-                alpha, l = pipeline.after(l_rows.at[w], l, alpha)  # noqa: E741
+                l, alpha = pipeline.after(l_rows.at[w], l, alpha)  # noqa: E741
                 o = plgpu.wgmma_accumulator_load(acc, wait_n=0)
                 v_ring.release(t - 1)
-                acc[...] = o * softmax.by_row(alpha, o)
+                acc[...] = pipeline.rescaled(o, alpha)
             (v,) = v_ring.wait(t)
             if edge:
                 pipeline.scrub(mask, seen, t, b, v)
             return m, l, drop(p.astype(problem.dtype))
 
-        start = pipeline.row_vector(softmax.LOWEST), pipeline.row_vector(0.0), None
+        start = pipeline.row_vector(softmax.LOWEST), pipeline.no_sums(), None
         m, l, p = seen.walk_by_turn(step, step(0, start, seen.has_edges, overlap=False), skip=1)  # noqa: E741
         plgpu.wgmma(acc, p, *v_ring.at(seen.steps - 1))
-        return softmax.Running(m, l, plgpu.wgmma_accumulator_load(acc))
+        return softmax.Running(m, jnp.sum(l, -1), plgpu.wgmma_accumulator_load(acc))
 
     pipeline.roles(consumers, produce, consume)
 

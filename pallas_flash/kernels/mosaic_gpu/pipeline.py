@@ -232,15 +232,22 @@ def accumulate(scope: Callable, *shapes: tuple[int, int]):
     return pl.run_scoped(scope, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))  # pyright: ignore[reportPrivateImportUsage]
 
 
-def after(vector_ref, vector: Array, *values: Array) -> tuple[Array, ...]:
-    """The values, not before `vector` (which is stored, and returned last) has been computed.
+def after(word_ref, sums: Array, *values: Array) -> tuple[Array, ...]:
+    """The sums and the values, not before the sums have been computed.
 
-    ptxas moves a wait for products above everything that does not depend on them, softmax included, unless something
-    that it cannot move stands between: the store.
+    ptxas moves a wait for products above everything that does not depend on them, softmax included.
     """
-    held = lax.optimization_barrier((*values, vector))
-    vector_ref[...] = held[-1]
-    return held
+    return lax.optimization_barrier((ptx.early(word_ref, sums), *values))
+
+
+def rescaled(o: Array, alpha: Array) -> Array:
+    """A tile, its rows times `alpha`; a warp passes over it where all of its factors are 1."""
+    return ptx.rescaled(o, alpha)
+
+
+def no_sums() -> Array:
+    """What sums of the rows of a tile are, before the first (`ptx.sums`)."""
+    return plgpu.layout_cast(jnp.zeros((GROUP_ROWS, ptx.PARTS), jnp.float32), TILE)
 
 
 def scrub(mask: Mask, seen, t, b, *tile_refs) -> None:
@@ -304,9 +311,14 @@ class Handover:
     def give(self, value: Array) -> None:
         """Of the consumer: stores a value, once the tile is free."""
         ptx.named_barrier("sync", self._free, 160)
-        anew(self.tiles_ref, self.w)[...] = value
+        ptx.store_woven(anew(self.tiles_ref, self.w), value)
         ptx.fence()
         ptx.named_barrier("arrive", self._full, 160)
+
+    @staticmethod
+    def in_order(sums: Array) -> Array:
+        """What was added up in device memory [..., columns], its columns in order."""
+        return ptx.unwoven(sums)
 
     def add(self, destination, order: "Order", place, rank) -> None:
         """Of the warp: adds the next value to device memory, in a place to which `rank` others add before."""

@@ -10,7 +10,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.tree_util import Partial
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 
 _FIRST_NAMED_BARRIER = 8
 """Mosaic itself uses the ones below."""
@@ -97,22 +97,22 @@ def _elements(values) -> list:
     return [vector.extract(values, **at) for at in static[: values.type.shape[0]]]
 
 
-def sixteens(shape: tuple[int, int], axis: int, start) -> tuple[Array, ...]:
-    """`Tile.sixteens` of the indices from `start` on, a multiple of 16, along an axis of a tile.
+def groups(size: int, shape: tuple[int, int], axis: int, start) -> tuple[Array, ...]:
+    """uint32: which `size` (16 or 32) of the indices from `start` on, a multiple of it, and their three lowest bits.
 
     Written out by registers, so that LLVM sees which of a thread's are the same, as it does not of sums.
     """
     tile = plgpu.ShapeDtypeStruct(shape, jnp.uint32, layout=_TILE)
 
-    @_inline(arg_types=(_SCALAR,), return_type=(tile, tile, tile))
+    @_inline(arg_types=(_SCALAR,), return_type=(tile, tile))
     def written(_, start):
         warp, low = _of_thread(axis)
-        group = arith.addi(arith.divui(start.registers.item(), _c(16)), warp)
+        group = arith.addi(arith.divui(start.registers.item(), _c(size)), arith.divui(warp, _c(size // 16)))
         offsets = _offsets(shape)
-        arrays = [np.empty_like(offsets) for _ in range(3)]
+        arrays = [np.empty_like(offsets) for _ in range(2)]
         for at, offset in np.ndenumerate(offsets):
-            of_register = arith.addi(group, _c(offset[axis] // 16))
-            for array, pair in zip(arrays, ([of_register] * 2, low, [_c(offset[axis] & 8)] * 2), strict=True):
+            of_register = arith.addi(group, _c(offset[axis] // size))
+            for array, pair in zip(arrays, ([of_register] * 2, low), strict=True):
                 array[at] = vector.from_elements(ir.VectorType.get((2,), pair[0].type), pair)
         return [mgpu.FragmentedArray(_registers=x, _layout=_TILE.to_mgpu(), _is_signed=False) for x in arrays]
 
@@ -165,29 +165,29 @@ def _offsets(shape: tuple[int, ...]) -> np.ndarray:
     return offsets
 
 
-def sieve(scratch, transposed: bool, words: tuple[Array, Array], bound: int) -> Partial:
-    """`elementary.sieve` of a tile, by instructions for two 16-bit values at once; `early` with scratch.
-
-    A word's two halves are compared as two float16 without sign, which have the order of integers; NaN is larger.
-    """
+def sieve(scratch, transposed: bool, words: tuple[Array, Array], margin: Array) -> Partial:
+    """`elementary.sieve` of a tile, four scores of a word at once, given `elementary.margin`; `early` with scratch."""
     shape = words[0].shape
 
-    @_inline(arg_types=(_TILE, _TILE), return_type=plgpu.ShapeDtypeStruct(shape, jnp.uint16, layout=_TILE))
-    def compared(_, *words):
-        offsets, masks = _offsets(shape), {}
+    @_inline(arg_types=(_TILE,) * 3, return_type=plgpu.ShapeDtypeStruct(shape, jnp.uint16, layout=_TILE))
+    def compared(_, *arrays):
+        offsets, marks = _offsets(shape), {}
         at_offset = {offset: at for at, offset in np.ndenumerate(offsets)}
         registers = np.empty_like(offsets)
+        second = arith.trunci(ir.IntegerType.get_signless(1), _of_thread(0)[0])  # rows are keys, warp by warp
         for at, (row, column) in np.ndenumerate(offsets):
             of_query, of_key = (column & 8, row & 8) if transposed else (row & 8, column & 8)
-            which, first = int(of_key > 0), at_offset[row & ~8, column & ~8]  # the four that share words
-            if (which, first) not in masks:
-                masks[which, first] = [_at_least(word, bound) for word in _elements(words[which].registers[first])]
-            left, right = masks[which, first]
-            halves = _permuted(left, right, 0x7632 if of_query else 0x5410)
+            first = at_offset[row & ~8, column & (~8 if transposed else ~24)]  # of those that share words
+            which = second if transposed else mgpu.utils.c(column // 16 % 2, second.type)
+            if (first, column & 16) not in marks:
+                pairs = zip(*(_elements(array.registers[first]) for array in arrays), strict=True)
+                marks[first, column & 16] = [_marked(arith.select(which, b, a), add) for a, b, add in pairs]
+            byte = of_query // 8 + of_key // 4
+            halves = _permuted(*marks[first, column & 16], 0x1111 * (8 + byte) + 0x4400)
             registers[at] = llvm.bitcast(ir.VectorType.get((2,), ir.IntegerType.get_signless(16)), halves)
         return mgpu.FragmentedArray(_registers=registers, _layout=_TILE.to_mgpu(), _is_signed=False)
 
-    mask = compared(*(plgpu.layout_cast(word, _TILE) for word in words))
+    mask = compared(*(plgpu.layout_cast(x, _TILE) for x in (*words, margin)))
     return Partial(_only, mask if scratch is None else early(scratch, mask))
 
 
@@ -208,15 +208,102 @@ def _only(mask: Array, x: Array) -> Array:
     return masked(plgpu.layout_cast(x, _TILE), mask)
 
 
-def _at_least(word, bound: int):
-    """Of a word's halves: all bits where the lower 15 are at least `bound`, else none."""
-    code = "{ .reg .b32 h; abs.f16x2 h, $1; set.geu.u32.f16x2 $0, h, $2; }"
-    return mgpu.utils.inline_ptx(code, word, _c(bound << 16 | bound), result_types=word.type)
+def _marked(word, margin):
+    """A word in whose bytes bit 7 tells whether the others are at least what `margin` says."""
+    return arith.addi(arith.andi(word, _c(0x7F7F7F7F)), margin)
 
 
 def _permuted(a, b, selector: int):
-    """Bytes of two words."""
+    """Bytes of two words, or of a byte its bit 7 eight times."""
     return llvm.call_intrinsic(a.type, "llvm.nvvm.prmt", [a, b, _c(selector)], [], [])
+
+
+PARTS = 8
+"""Of columns, each of a row's threads sums some."""
+
+
+def sums(x: Array) -> Array:
+    """Sums [rows, PARTS] of the columns of a tile, without exchange between threads."""
+    part = plgpu.ShapeDtypeStruct((x.shape[0], PARTS), x.dtype, layout=_TILE)
+
+    @_inline(arg_types=(_TILE,), return_type=part)
+    def added(_, x):
+        places = {}
+        for at, (row, column) in np.ndenumerate(_offsets(x.shape)):
+            places.setdefault((row, column % PARTS), []).append(x.registers[at])
+        registers = np.empty_like(_offsets(part.shape))
+        for at, place in np.ndenumerate(_offsets(part.shape)):
+            registers[at] = functools.reduce(arith.addf, places[place])
+        return mgpu.FragmentedArray(_registers=registers, _layout=_TILE.to_mgpu(), _is_signed=None)
+
+    return added(plgpu.layout_cast(x, _TILE))
+
+
+def rescaled(x: Array, by: Array) -> Array:
+    """A tile, its rows times `by` [rows]; a warp passes over it where all of its factors are 1."""
+
+    @_inline(arg_types=(_TILE, _TILE.reduce(1)), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=_TILE))
+    def multiplied(_, x, by):
+        values, factors = list(x.registers.flat), [_elements(factor)[0] for factor in by.registers.flat]
+        change = arith.cmpi(arith.CmpIPredicate.ne, _any_but_one(*factors), _c(0))
+        branch = scf.IfOp(change, [value.type for value in values], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            wide = [vector.broadcast(values[0].type, factor) for factor in factors]
+            pairs = zip(values, _offsets(x.shape).flat, strict=True)
+            scf.yield_([arith.mulf(value, wide[row // 8]) for value, (row, _) in pairs])
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_(values)
+        registers = np.empty_like(x.registers)
+        registers.flat = list(branch.results)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    return multiplied(x, by)
+
+
+def _any_but_one(a, b):
+    """Whether a float is not 1 in some thread of the warp, as an int."""
+    code = (
+        "{ .reg .pred p; setp.neu.f32 p, $1, 1.0; setp.neu.or.f32 p, $2, 1.0, p; "
+        "vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }"
+    )
+    word = ir.IntegerType.get_signless(32)
+    return mgpu.utils.inline_ptx(code, a, b, result_types=word, has_side_effects=True, convergent=True)
+
+
+_SWIZZLED = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)
+"""How tiles of float32 lie in shared memory."""
+
+
+@_inline(arg_types=(plgpu.RefType(_SWIZZLED), _TILE))
+def store_woven(_, tile, x):
+    """Stores a float32 tile [64, 64] with its columns interwoven, see `unwoven`.
+
+    In order, threads of different rows would store to the same banks, or select first which columns to begin with.
+    """
+    warp, (row, _) = _of_thread(0)
+    pair = arith.divui(_of_thread(1)[1][0], _c(2))
+    odd, second = arith.andi(pair, _c(1)), arith.divui(pair, _c(2))
+    chunk = arith.xori(arith.muli(odd, _c(4)), row)
+    start = _sum(arith.muli(warp, _c(4096)), arith.muli(row, _c(128)), arith.muli(second, _c(8)))
+    base, pointer = mgpu.utils.memref_ptr(tile), ir.Type.parse("!llvm.ptr<3>")
+    starts = [_sum(start, arith.muli(arith.xori(chunk, _c(n)), _c(16))) for n in range(4)]
+    for at, (row, column) in np.ndenumerate(_offsets(x.shape)):
+        half, n = divmod(column // 8, 4)
+        offset = _sum(starts[n], _c(row * 256 + half * 1024))
+        place = llvm.getelementptr(pointer, base, [offset], [-(2**31)], ir.IntegerType.get_signless(8), 0)
+        llvm.store(x.registers[at], place)
+
+
+def unwoven(x: Array) -> Array:
+    """An array [..., columns] whose every 64 columns `store_woven` interwove, in order."""
+    halves, odd, eights, second, pairs = range(-5, 0)
+    parts = x.reshape(*x.shape[:-1], -1, 2, 2, 4, 2, 2)
+    order = [*range(x.ndim), *(n + parts.ndim for n in (halves, eights, second, odd, pairs))]
+    return jnp.transpose(parts, order).reshape(x.shape)
+
+
+def _sum(*terms):
+    return functools.reduce(arith.addi, terms)
 
 
 def early(scratch, x: Array) -> Array:

@@ -10,13 +10,13 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash.elementary import INFINITY, Elementary, differentiable
+from pallas_flash.elementary import Elementary, differentiable, margin
 from pallas_flash.kernels.mosaic_gpu import ptx
 from pallas_flash.kernels.mosaic_gpu.pipeline import COLUMN, GROUP_ROWS, ROW, TILE, Ring
 from pallas_flash.problem import Problem
 from pallas_flash.tile import Tile
 
-FAST = Elementary(constant=lambda x: x, tanh=differentiable(jnp.tanh), product=ptx.product)
+FAST = Elementary(sums=ptx.sums, constant=lambda x: x, tanh=differentiable(jnp.tanh), product=ptx.product)
 """The plain functions: with `approx_math` they become the GPU's, fused."""
 
 _INTEGERS, _FLOATS = (functools.partial(ptx.indices, dtype) for dtype in (jnp.int32, jnp.float32))
@@ -34,8 +34,10 @@ class _Tile(Tile):
     def k_ids(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._made(1, _INTEGERS)
 
-    def sixteens(self) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        return self._made(0, ptx.sixteens), self._made(1, ptx.sixteens)
+    def groups(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Without the bits by which scores of a group differ: they decide on registers, not on numbers."""
+        q, k = (self._made(axis, functools.partial(ptx.groups, size)) for axis, size in ((0, 16), (1, 32)))
+        return (*q, None), (*k, None, None)
 
     def floats(self) -> tuple[Array, Array]:
         return self._made(0, _FLOATS), self._made(1, _FLOATS)
@@ -100,8 +102,8 @@ def tile(
     """
     b, head = place
 
-    def sieve(words, bits, bound: int):
-        return FAST.sieve(words, bits, bound) if bound > INFINITY else ptx.sieve(word, transposed, words, bound)
+    def sieve(words, _, bound: Array):
+        return ptx.sieve(word, transposed, words, margin(bound))
 
     def along_axis(axis: int) -> Any:
         return lambda how: how(shape, axis, (row, column)[axis])

@@ -24,7 +24,7 @@ from pallas_flash import choice, varying
 from pallas_flash import plan as plans
 from pallas_flash.cells import Span
 from pallas_flash.choice import Choice
-from pallas_flash.elementary import INFINITY, PLAIN, Elementary, differentiable
+from pallas_flash.elementary import PLAIN, Elementary, differentiable, margin
 from pallas_flash.kernels import device
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.lists import Listed
@@ -317,23 +317,18 @@ def elementary(problem: Problem) -> Elementary:
     return _HARDWARE._replace(tanh=PLAIN.tanh) if problem.dtype == "float32" else _HARDWARE
 
 
-def _sieve(words: tuple[Array, Array], bits: tuple[Array, Array], bound: int) -> Callable[[Array], Array]:
-    """`elementary.sieve`, for 16-bit values by instructions for two at once.
-
-    The 15 bits are compared as float16 without sign, which have the order of integers; NaN is larger.
-    """
-    if bound > INFINITY:
-        return PLAIN.sieve(words, bits, bound)
-    of_query, of_key = bits
-    word = jnp.where(of_key > 0, words[1], words[0])
-    word = jnp.where(of_query > 0, word, word << np.uint32(16))  # its upper half counts
+def _sieve(words: tuple[Array, Array], bits: tuple[Array, Array, Array], bound: Array) -> Callable[[Array], Array]:
+    """`elementary.sieve`: compares four scores of a word at once, and passes 16-bit values two at once."""
+    of_query, of_key, of_word = bits
+    low, high = ((word & np.uint32(0x7F7F7F7F)) + margin(bound) for word in words)
+    word = jnp.where(of_word > 0, high, low)
+    byte = np.uint32(0xCC88) + (of_query // np.uint32(8) + of_key // np.uint32(4)) * np.uint32(0x1111)
 
     def only(x: Array) -> Array:
         code, constraints, pack = _ONLY_WIDE if x.dtype.itemsize > 2 else _ONLY
-        bits = jnp.broadcast_to(word, x.shape)
         (result,) = plt.elementwise_inline_asm(
-            code.format(bound << 16 | bound),
-            args=(x, bits),
+            code,
+            args=(x, *(jnp.broadcast_to(y, x.shape) for y in (word, byte))),
             constraints=constraints,
             pack=pack,
             result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
@@ -343,19 +338,9 @@ def _sieve(words: tuple[Array, Array], bits: tuple[Array, Array], bound: int) ->
     return Partial(only)
 
 
-_ONLY = (
-    """{{ .reg .b32 h, bound; prmt.b32 h, $2, $3, 0x7632; abs.f16x2 h, h; mov.b32 bound, {};
-    set.geu.u32.f16x2 h, h, bound; and.b32 $0, $1, h; }}""",
-    "=r,r,r,r",
-    2,
-)
-_ONLY_WIDE = (
-    """{{ .reg .pred kept; .reg .b16 l, h, bound; mov.b32 {{l, h}}, $2; abs.f16 h, h; mov.b32 {{l, bound}}, {};
-    setp.geu.f16 kept, h, bound; selp.f32 $0, $1, 0f00000000, kept; }}""",
-    "=f,f,r",
-    1,
-)
-"""PTX, constraints and number of values: 0 where the upper half of a word, without its sign, is below a bound."""
+_ONLY = "{ .reg .b32 h; prmt.b32 h, $2, $3, $4; and.b32 $0, $1, h; }", "=r,r,r,r,r,r", 2
+_ONLY_WIDE = "{ .reg .b32 h; prmt.b32 h, $2, $2, $3; and.b32 $0, $1, h; }", "=r,r,r,r", 1
+"""PTX, constraints and number of values: 0 where the highest bit of a byte is 0."""
 
 
 def _assembly(instructions: str, *args: ArrayLike) -> Array:
