@@ -261,11 +261,11 @@ def test_features_are_named():
         return score
 
     found = sizes_of(
-        bias=np.zeros((8, 8), np.float32), alibi_slopes=np.zeros(4, np.float32), logits_soft_cap=3.0,
+        bias=np.zeros((8, 8), np.float32), alibi_slopes=np.zeros(4), logits_scale=np.ones(4), logits_soft_cap=3.0,
         sinks=np.zeros(4, np.float32), dropout_rate=0.1, dropout_key=jax.random.key(0), deterministic=True,
         score_modifiers=(modify,), scale=jnp.float32(1),
     )  # fmt: skip
-    expected = "add_bias alibi deterministic dropout modifier sinks softcap traced scale"
+    expected = "add_bias alibi deterministic dropout modifier sinks softcap times traced scale"
     assert " ".join(found.features) == expected
     assert found._replace(features=(), read=0) == sizes_of()
     assert found.read == 4
