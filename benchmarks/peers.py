@@ -13,7 +13,9 @@ from typing import Any
 
 import jax
 
+from benchmarks import worker
 from benchmarks.reference import band
+from benchmarks.worker import Worker
 from tests.cases import Case
 
 type Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -57,30 +59,39 @@ class Peer:
         package: distribution whose version a row records.
         module: what must be importable.
         limits: case -> why it cannot run it, or None.
-        build: (case, choice) -> function of q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv].
+        build: (case, choice) -> function of q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv]; None: it has a `worker`.
         needs_gpu: refuse on other backends.
         choices: settings to build with, of which the fastest counts.
         explain: (case, q, k, v) -> what was chosen, as `pallas_flash.explain` returns it; ours only.
+        modes: what it computes.
+        worker: makes the process that computes it, with `implementation` there.
+        implementation: see `worker`.
     """
 
     name: str
     package: str
     module: str
     limits: Callable[[Case], str | None]
-    build: Callable[[Case, Any], Attention]
+    build: Callable[[Case, Any], Attention] | None
     needs_gpu: bool = True
     choices: tuple[Any, ...] = (None,)
     explain: Callable[..., Any] | None = None
+    modes: tuple[str, ...] = ("fwd", "bwd", "fwd_bwd")
+    worker: Callable[[], Worker] | None = None
+    implementation: str | None = None
 
     @property
     def is_ours(self) -> bool:
         return self.package == "pallas_flash"
 
-    def refusal(self, case: Case) -> str | None:
+    def refusal(self, case: Case, mode: str) -> str | None:
         """Why this peer cannot run the case, or None."""
         if self.needs_gpu and jax.default_backend() != "gpu":
             return f"needs a GPU, the backend is {jax.default_backend()}"
-        return _import_failure(self.module) or self.limits(case)
+        if mode not in self.modes:
+            return f"computes {', '.join(self.modes)} only"
+        failure = _import_failure(self.module) if self.worker is None else None
+        return failure or self.limits(case) or (self.worker().refusal() if self.worker else None)
 
     def attention(self, case: Case, choice: Any = None) -> Attention:
         """The function to time, built with one of `choices`."""
@@ -199,6 +210,39 @@ def _flash_attn3_build(case: Case, choice: Any) -> Attention:
     )
 
 
+def _triton_language_limits(case: Case) -> str | None:
+    if case.dtype == "float32" or case.Hv != case.H or case.H & (case.H - 1):
+        return "bfloat16 and float16 only, head dims that are powers of two, the same for value"
+    if case.is_causal and case.T != case.S:
+        return "causal with equal lengths only"
+    return _outside(case, {"scale", "is_causal"})
+
+
+def _triton_language_build(case: Case, choice: tuple[int, int, int, int]) -> Attention:
+    from benchmarks import triton_language
+
+    scale = case.H**-0.5 if case.scale is None else case.scale
+    return functools.partial(triton_language.attention, scale=scale, is_causal=case.is_causal, blocks=choice)
+
+
+# block_q, block_k, warps, stages
+_TRITON_LANGUAGE_BLOCKS = ((128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 32, 8, 2))
+
+_torch_worker = functools.cache(worker.torch)
+
+
+def _torch(implementation: str) -> Peer:
+    def limits(case):
+        if implementation != "efficient" and case.dtype == "float32":
+            return "bfloat16 and float16 only"
+        if case.is_causal and case.T != case.S:
+            return "causal with equal lengths only"
+        return _outside(case, {"scale", "is_causal"})
+
+    name = f"torch_{implementation}"
+    return Peer(name, "torch", "torch", limits, None, worker=_torch_worker, implementation=implementation)
+
+
 PEERS = {
     peer.name: peer
     for peer in (
@@ -213,5 +257,15 @@ PEERS = {
         _tokamax("triton"),
         _tokamax("mosaic_gpu"),
         Peer("flash_attn3_jax", "flash-attn3-jax", "flash_attn3_jax", _flash_attn3_limits, _flash_attn3_build),
+        Peer(
+            "triton_language",
+            "jax-triton",
+            "benchmarks.triton_language",
+            _triton_language_limits,
+            _triton_language_build,
+            choices=_TRITON_LANGUAGE_BLOCKS,
+            modes=("fwd",),
+        ),
+        *map(_torch, ("flash", "cudnn", "efficient")),
     )
 }

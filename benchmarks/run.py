@@ -25,16 +25,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import reference
+from benchmarks import reference, timing
 from benchmarks.peers import PEERS, Attention, Peer
 from tests.cases import BENCHMARK, Case
 
 MODES = ("fwd", "bwd", "fwd_bwd")
 ROOT = pathlib.Path(__file__).parents[1]
 
-SAMPLE_SECONDS = 0.02  # One sample is enough calls to last this long, so that launches hide behind the kernels.
-WARM_UP_SECONDS = 0.2  # Longer than a GPU takes to raise its clocks after the idle time of a compilation.
-MIN_SAMPLES = 5
+TINY = 1024  # Of so few tokens, launches are what takes time.
 
 
 class Refused(Exception):
@@ -88,31 +86,17 @@ def program_for(mode: str, attention: Attention, q, k, v, do) -> Program:
 
 
 def _seconds(program: Program, calls: int) -> float:
-    """Seconds per call between two clock reads: enqueue all, then wait for the last."""
+    """Seconds between two clock reads: enqueue all, then wait for the last."""
     start = time.perf_counter()
     for _ in range(calls):
         result = program.call()
     jax.block_until_ready(result)
-    return (time.perf_counter() - start) / calls
+    return time.perf_counter() - start
 
 
 def measure(program: Program, seconds: float, max_samples: int) -> dict[str, Any]:
-    """Warms up, then samples for about `seconds`; returns the statistics in milliseconds per call."""
-    calls, warm_until = 1, time.perf_counter() + WARM_UP_SECONDS
-    while (lasted := calls * _seconds(program, calls)) < SAMPLE_SECONDS or time.perf_counter() < warm_until:
-        if lasted < SAMPLE_SECONDS:
-            calls = min(10 * calls, math.ceil(1.2 * calls * SAMPLE_SECONDS / lasted))
-    samples, stop = [], time.perf_counter() + seconds
-    while len(samples) < MIN_SAMPLES or (len(samples) < max_samples and time.perf_counter() < stop):
-        samples.append(1e3 * _seconds(program, calls))
-    low, median, high = np.percentile(samples, (25, 50, 75))
-    return {
-        "median_ms": float(median),
-        "min_ms": min(samples),
-        "iqr_ms": float(high - low),
-        "samples": len(samples),
-        "calls_per_sample": calls,
-    }
+    """Milliseconds per call, by the host's clock."""
+    return timing.measure(functools.partial(_seconds, program), seconds, max_samples)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,9 +113,9 @@ class Workload:
         inputs, chosen = reference.draw(case), reference.slices(case)
         return cls(case, inputs, chosen, reference.reference(case, inputs, chosen, gradients))
 
-    def check(self, program: Program) -> dict[str, Any]:
-        """Runs the program once: errors by name of result, and status `ok` or `wrong`."""
-        errors = reference.errors(self.case, program.call(), self.expected, self.chosen)
+    def check(self, results: dict[str, jax.Array]) -> dict[str, Any]:
+        """Errors by name of result, and status `ok` or `wrong`."""
+        errors = reference.errors(self.case, results, self.expected, self.chosen)
         passed = all(e <= reference.BOUNDS[self.case.dtype] for e in errors.values())  # False for NaN
         shown = {n: e if math.isfinite(e) else str(e) for n, e in errors.items()}
         return {"status": "ok" if passed else "wrong", "errors": shown, "compared_slices": len(self.chosen)}
@@ -140,7 +124,7 @@ class Workload:
 def time_whole(workload: Workload, mode: str, attention: Attention, limits: argparse.Namespace) -> dict[str, Any]:
     """Compiles, checks, and only if the results are right times the program of a mode."""
     program = program_for(mode, attention, *workload.inputs)
-    row = {"method": "direct", **program.facts, **workload.check(program)}
+    row = {"method": "direct", **program.facts, **workload.check(program.call())}
     return row | measure(program, limits.seconds, limits.samples) if row["status"] == "ok" else row
 
 
@@ -153,6 +137,16 @@ def time_difference(workload: Workload, attention: Attention, limits: argparse.N
             return row | {"method": "difference"}
     difference = {n: both[n] - forward[n] for n in ("median_ms", "min_ms")}
     return both | difference | {"iqr_ms": both["iqr_ms"] + forward["iqr_ms"], "method": "difference"}
+
+
+def time_elsewhere(workload: Workload, mode: str, peer: Peer, limits: argparse.Namespace) -> dict[str, Any]:
+    """In the peer's own process, on the same inputs; checked here before it is timed there."""
+    process = peer.worker()
+    row = process.prepare(workload.case, workload.inputs, mode, implementation=peer.implementation)
+    if row["status"] != "ok":
+        return row
+    row |= {"method": "process", **workload.check(row.pop("results"))}
+    return row | process.measure(limits.seconds, limits.samples) if row["status"] == "ok" else row
 
 
 def attempt(workload: Workload, mode: str, peer: Peer, choice: Any, limits: argparse.Namespace) -> dict[str, Any]:
@@ -175,9 +169,12 @@ def attempt(workload: Workload, mode: str, peer: Peer, choice: Any, limits: argp
 
 def run_cell(workload: Workload, mode: str, peer: Peer, limits: argparse.Namespace) -> dict[str, Any]:
     """What was measured for one peer, with the fastest of its choices."""
-    if reason := peer.refusal(workload.case):
+    if reason := peer.refusal(workload.case, mode):
         return {"status": "refused", "reason": reason}
-    rows = [attempt(workload, mode, peer, choice, limits) for choice in peer.choices]
+    if peer.worker:
+        rows = [time_elsewhere(workload, mode, peer, limits)]
+    else:
+        rows = [attempt(workload, mode, peer, choice, limits) for choice in peer.choices]
     row = min((r for r in rows if r["status"] == "ok"), key=lambda r: r["median_ms"], default=rows[0])
     if row["status"] == "ok":
         row["tflops"] = reference.flops(workload.case, mode) / row["median_ms"] * 1e-9
@@ -186,8 +183,8 @@ def run_cell(workload: Workload, mode: str, peer: Peer, limits: argparse.Namespa
 
 def _plan(workload: Workload, peer: Peer) -> dict[str, Any]:
     explanation = peer.explain(workload.case, *workload.inputs[:3])
-    plan = explanation.plan
-    return {"implementation": explanation.implementation, "plan": plan and dataclasses.asdict(plan)}
+    plan = explanation.plan and dataclasses.asdict(explanation.plan)
+    return {"implementation": explanation.implementation, "plan": plan, "origins": dict(explanation.origins)}
 
 
 def _first_line(error: Exception) -> str:
@@ -256,7 +253,8 @@ def run(cases: list[Case], modes: list[str], peers: list[Peer], limits: argparse
             except Exception as e:
                 result = {"status": "error", "reason": f"reference: {_first_line(e)}"}
             cell = {"case": dataclasses.asdict(case), "mode": mode, "peer": peer.name, **result}
-            row = {**cell, "peer_version": _version(peer.package), **common, "time": _now().isoformat("T", "seconds")}
+            version = peer.worker().version if peer.worker else _version(peer.package)
+            row = {**cell, "peer_version": version, **common, "time": _now().isoformat("T", "seconds")}
             with out.open("a") as file:
                 file.write(json.dumps(row, default=str) + "\n")
             print(progress(row), flush=True)
@@ -285,12 +283,20 @@ def table(title: str, rows: list[dict[str, Any]], value: Callable[[dict[str, Any
     return "\n".join("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in shown)
 
 
+def first_call(row: dict[str, Any]) -> float | None:
+    """Seconds until a program is ready: to trace and compile it, or elsewhere of the first call; None: unknown."""
+    return row["trace_s"] + row["compile_s"] if "compile_s" in row else row.get("first_call_s")
+
+
 def summary(rows: list[dict[str, Any]]) -> str:
-    """TFLOP/s, memory, and how many times as fast the first of our columns is."""
+    """TFLOP/s, memory, the first call, launches, and how many times as fast the first of our columns is."""
     tables = [
         table("TFLOP/s (median)", rows, lambda r: f"{r['tflops']:.4g}"),
         table("peak MiB", rows, lambda r: f"{r['peak_bytes'] / 2**20:.4g}" if "peak_bytes" in r else "?"),
+        table("first call, s", rows, lambda r: f"{first:.3g}" if (first := first_call(r)) is not None else "?"),
     ]
+    if tiny := [r for r in rows if r["case"]["B"] * r["case"]["T"] <= TINY]:
+        tables.append(table("us a call", tiny, lambda r: f"{1e3 * r['median_ms']:.4g}"))
     ours = next((r["peer"] for r in rows if PEERS[r["peer"]].is_ours), None)
     speed = {(r["case"]["name"], r["mode"]): r["tflops"] for r in rows if r["peer"] == ours and r["status"] == "ok"}
     compared = [r for r in rows if (r["case"]["name"], r["mode"]) in speed]
@@ -307,7 +313,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS)
     parser.add_argument("--seconds", type=float, default=1.0, help="time to sample each cell for (default 1)")
     parser.add_argument(
-        "--samples", type=int, default=50, help=f"at most this many, at least {MIN_SAMPLES} (default 50)"
+        "--samples", type=int, default=50, help=f"at most this many, at least {timing.MIN_SAMPLES} (default 50)"
     )
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no cell is begun")
     parser.add_argument("--out", type=pathlib.Path, help="JSON lines file to append to")

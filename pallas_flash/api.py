@@ -225,7 +225,7 @@ def explain(query: Any, key: Any, value: Any, **keywords: Any) -> dispatch.Expla
     """
     tensors = {"query": query, "key": key, "value": value}
     shapes = {n: x if isinstance(x, jax.ShapeDtypeStruct) else arguments.array(n, x) for n, x in tensors.items()}
-    posed, batch = _posed(**shapes, **keywords)
+    posed, batch = problem_of(**shapes, **keywords)
     leading = ("B", *(f"batch axis {n}" for n in range(1, len(batch))))[: len(batch)]
     axes = {name: (*leading, *letters) for name, letters in (("query", "TNH"), ("key", "SKH"), ("value", "SKV"))}
     sharded = {
@@ -270,11 +270,11 @@ def block_mask(
         if not isinstance(n, int) or isinstance(n, bool) or n < 0:
             raise ValueError(f"{name}: expected an int >= 0, got {n!r}; pass the number of them")
     query, key = (jax.ShapeDtypeStruct((*batch, n, heads, 1), jnp.float32) for n in (queries, keys))
-    posed, _ = _posed(query, key, key, **masks)
+    posed, _ = problem_of(query, key, key, **masks)
     return BlockMask.of(posed.mask, posed.B, posed.N, posed.T, posed.S)
 
 
-def _posed(query: Any, key: Any, value: Any, **keywords: Any) -> tuple[problem.Problem, tuple[int, ...]]:
+def problem_of(query: Any, key: Any, value: Any, **keywords: Any) -> tuple[problem.Problem, tuple[int, ...]]:
     """The problem of a call of `flash_attention`."""
     bound = inspect.signature(flash_attention).bind(query, key, value, **keywords)
     bound.apply_defaults()

@@ -5,6 +5,7 @@ import functools
 import importlib
 from collections.abc import Callable, Mapping
 
+from pallas_flash.choice import Choice
 from pallas_flash.plan import MosaicPlan, Plan
 from pallas_flash.problem import Problem
 
@@ -20,7 +21,7 @@ class Implementation:
         backward: problem, q, k, v, lse, do, delta → dq, dk, dv, and for a traced scale its gradient [B].
             None: `forward` is differentiated by JAX.
         d_score: The same → gradients of the operands of `problem.score`, in its structure. With `backward` only.
-        plan: problem → block sizes; None: it has none.
+        planned: problem → block sizes, of one that it accepts; None: it has none.
         deferral: problem → why the next implementation is faster, where both accept; None: it is not.
         target: Name of the custom call that its kernels become; None: it has none.
     """
@@ -30,7 +31,7 @@ class Implementation:
     forward: Callable
     backward: Callable | None = None
     d_score: Callable | None = None
-    plan: Callable[[Problem], Plan | MosaicPlan] | None = None
+    planned: Callable[[Problem], Choice] | None = None
     deferral: Callable[[Problem], str | None] = lambda problem: None
     target: str | None = None
 
@@ -52,7 +53,7 @@ def _kernels(name: str, package: str) -> Implementation:
         reason = f"its kernels cannot be imported ({error}); install jax and jaxlib of a supported version"
         return Implementation(name, lambda problem: reason, lambda *tensors: None)
     has = {name: getattr(kernels, name) for name in ("d_score", "deferral") if hasattr(kernels, name)}
-    has |= {"plan": kernels.plan, "target": kernels.TARGET}
+    has |= {"planned": kernels.planned, "target": kernels.TARGET}
     return Implementation(name, kernels.refusal, kernels.forward, kernels.backward, **has)
 
 
@@ -64,22 +65,34 @@ class Explanation:
         implementation: Name of the chosen one.
         refusals: Name → reason, for each that refuses, or leaves the call to a faster one.
         plan: Its block sizes; None: it has none.
+        origins: Kernel → where its block sizes come from: the argument `plan`, a file of `autotune`, a tuned table of
+            the library, or a heuristic.
         sharding: Of arrays that are sharded: array, or axis → how it is split over the mesh, or that it is gathered.
     """
 
     implementation: str
     refusals: Mapping[str, str]
     plan: Plan | MosaicPlan | None
+    origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
     sharding: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         rows = [("implementation", "", "why")]
         for each in implementations():
-            chosen = each.name == self.implementation
             reason = self.refusals.get(each.name, "accepts")
-            rows.append((each.name, "chosen" if chosen else "", str(self.plan) if chosen and self.plan else reason))
+            if each.name != self.implementation:
+                rows.append((each.name, "", reason))
+            else:
+                rows.append((each.name, "chosen", str(self.plan) if self.plan else reason))
+                rows += [("", "", origin) for origin in self._origins()]
         rows += [(name, "", how) for name, how in self.sharding.items()]
         return "\n".join(f"{name:<15} {mark:<7} {why}" for name, mark, why in rows)
+
+    def _origins(self) -> list[str]:
+        """Where the plan comes from, a line for each place."""
+        places = list(dict.fromkeys(self.origins.values()))
+        of = {place: [kernel for kernel, origin in self.origins.items() if origin == place] for place in places}
+        return [f"from {place}" if len(places) == 1 else f"{', '.join(of[place])} from {place}" for place in places]
 
 
 def chosen(problem: Problem) -> Implementation:
@@ -96,9 +109,22 @@ def explain(problem: Problem) -> Explanation:
         reasons = "; ".join(f"{each.name}: {refusals[each.name]}" for each in candidates)
         raise NotImplementedError(f"implementation={problem.implementation!r} refuses this call: {reasons}")
     best, *others = accepting
-    if others and others[0].backward and (reason := best.deferral(problem)):
+    if others and others[0].backward and (reason := _slower(problem, best, others[0])):
         refusals[best.name], best = reason, others[0]
-    return Explanation(best.name, refusals, best.plan(problem) if best.plan else None)
+    if not best.planned:
+        return Explanation(best.name, refusals, None)
+    choice = best.planned(problem)
+    return Explanation(best.name, refusals, choice.plan, choice.origins)
+
+
+def _slower(problem: Problem, best: Implementation, other: Implementation) -> str | None:
+    """Why the other implementation is faster, as measured if both were tuned for the problem; None: it is not."""
+    ours = best.planned(problem).ms if best.planned else None
+    others = other.planned(problem).ms if ours is not None and other.planned else None
+    if ours is None or others is None:
+        return best.deferral(problem)
+    if others < ours:
+        return f"tuned, it takes {ours:.4g} ms and {other.name} {others:.4g}; name it, or a plan of it, to take it"
 
 
 def resolve(problem: Problem) -> Problem:

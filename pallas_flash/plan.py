@@ -1,14 +1,10 @@
-"""What block sizes? Frozen plans, and the heuristics that choose one for a device and a problem's sizes."""
+"""What block sizes? Frozen plans, what they depend on, and how much shared memory they need."""
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 """KiB that one thread block may use, by compute capability (CUDA C++ Programming Guide, "Compute Capabilities")."""
-
-
-KERNELS = ("forward", "dq", "dkv")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +63,12 @@ class Plan:
     dkv: Blocks
 
     def __post_init__(self):
-        _check(Blocks, {kernel: getattr(self, kernel) for kernel in KERNELS})
+        _check(Blocks, vars(self))
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Those that a call launches."""
+        return ("forward", "dq", "dkv")
 
     def __str__(self) -> str:
         return f"forward {self.forward}, dq {self.dq}, dkv {self.dkv}"
@@ -133,9 +134,18 @@ class MosaicPlan:
         if self.dkv.block_q > 128:
             raise ValueError(f"dkv: expected block_q 64 or 128, got {self.dkv}; plan=None picks one")
 
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Those that a call launches."""
+        return ("forward", "backward") if self.backward else ("forward", "dq", "dkv")
+
     def __str__(self) -> str:
         gradients = f"backward {self.backward}" if self.backward else f"dq {self.dq}, dk and dv {self.dkv}"
         return f"forward {self.forward}, {gradients}"
+
+
+AnyBlocks = Blocks | MosaicBlocks
+AnyPlan = Plan | MosaicPlan
 
 
 def _check(kind: type, fields: dict[str, object]) -> None:
@@ -146,10 +156,16 @@ def _check(kind: type, fields: dict[str, object]) -> None:
 
 
 class Sizes(NamedTuple):
-    """What the choice of a plan depends on: lengths, head dims, how the dots are computed, and what each score reads.
+    """What the choice of a plan depends on.
 
-    `dots` is "half" for 2-byte inputs, and for float32 "tf32" or "tf32x3" (three products). `read` are the bytes of
-    bias, mask and the like for one score.
+    Attributes:
+        T, S, H, Hv: Lengths and head dims.
+        dots: "half" for 2-byte inputs, and for float32 "tf32" or "tf32x3" (three products).
+        read: Bytes of bias, mask and the like for one score.
+        mask: The kinds of masks: "causal", "window -5 0" or "full", and what hides further scores.
+        G: Query heads per key/value head.
+        heads: Batch entries times query heads.
+        features: What else kernels compute, in alphabetical order: terms of scores, dropout, sinks and the like.
     """
 
     T: int
@@ -158,6 +174,10 @@ class Sizes(NamedTuple):
     Hv: int
     dots: str
     read: int = 0
+    mask: str = "full"
+    G: int = 1
+    heads: int = 1
+    features: tuple[str, ...] = ()
 
 
 def padded(width: int) -> int:
@@ -165,61 +185,37 @@ def padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def shared_memory(kernel: str, blocks: Blocks, sizes: Sizes) -> int:
+def shared_memory(kernel: str, blocks: Blocks, sizes: Sizes, capability: int = 90) -> int:
     """Bytes of shared memory: what stays in place once, what streams past `num_stages` times.
 
     For "half" it is what the compiler takes on Hopper; for the others an upper bound, since tf32x3 keeps the high and
-    the low part of what it splits.
+    the low part of what it splits. For Blackwell's tensor memory the compiler turns what streams past in a copy of its
+    own, and takes up to 1 KiB more.
     """
-    both = padded(sizes.H) + padded(sizes.Hv)
+    H, both = padded(sizes.H), padded(sizes.H) + padded(sizes.Hv)
     fixed, moving = (blocks.block_q, blocks.block_k) if kernel != "dkv" else (blocks.block_k, blocks.block_q)
-    fixed_width = padded(sizes.H) if kernel == "forward" else both
+    fixed_width = H if kernel == "forward" else both
     itemsize = {"half": 2, "tf32": 4, "tf32x3": 8}[sizes.dots]
     vectors = 8 * blocks.num_stages * moving if kernel == "dkv" else 0  # log-sum-exp and delta, float32
     # What scores read comes ahead of them, and for the transposed kernel one array at a time is turned.
     turned = 4 if kernel == "dkv" and sizes.read else 0
     scores = fixed * moving * ((blocks.num_stages - 1) * sizes.read + turned)
-    return itemsize * (fixed * fixed_width + blocks.num_stages * moving * both) + vectors + scores
+    needed = itemsize * (fixed * fixed_width + blocks.num_stages * moving * both) + vectors + scores
+    if not has_tensor_memory(capability):
+        return needed
+    turned = {"forward": 0, "dq": H, "dkv": both}[kernel] if blocks.num_stages > 1 else 0
+    return needed + itemsize * moving * turned + 1088
 
 
-# The best blocks per dots, kernel and padded head dim, as measured on an H200 ("half" at T = 8192, the others at 4096).
-_BEST = {
-    "half": {
-        "forward": {64: (128, 64, 8, 3, 4), 128: (128, 64, 4, 2, 4), 256: (128, 64, 8, 2, 4)},
-        "dq": {64: (128, 64, 4, 3, 8), 128: (128, 64, 8, 3, 4), 256: (64, 64, 4, 2)},
-        "dkv": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 64, 8, 2)},
-    },
-    "tf32": {
-        "forward": {64: (128, 32, 4, 2), 128: (32, 64, 4, 2), 256: (32, 32, 4, 2)},
-        "dq": {64: (128, 32, 4, 1), 128: (128, 32, 8, 1), 256: (32, 32, 4, 1)},
-        "dkv": {64: (64, 64, 4, 1), 128: (32, 32, 4, 2), 256: (64, 32, 8, 1)},
-    },
-    "tf32x3": {
-        "forward": {64: (128, 32, 4, 1), 128: (32, 64, 4, 1), 256: (32, 32, 4, 1)},
-        "dq": {64: (64, 64, 4, 1), 128: (32, 64, 4, 1), 256: (32, 32, 4, 1)},
-        "dkv": {64: (64, 32, 4, 1), 128: (32, 32, 4, 1), 256: (32, 16, 4, 1)},
-    },
-}
-# What is tried next where shared memory is too small for them.
-_SMALLER = ((64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1))
-
-
-@functools.cache
-def choose(capability: int, sizes: Sizes) -> Plan:
-    """The plan for a GPU of this compute capability (90 for 9.0); `shortage` says whether it fits."""
-    width = min(max(64, padded(sizes.H), padded(sizes.Hv)), 256)
-    chosen = {}
-    for kernel in KERNELS:
-        options = [_shortened(Blocks(*option), sizes) for option in (_BEST[sizes.dots][kernel][width], *_SMALLER)]
-        fitting = [each for each in options if shared_memory(kernel, each, sizes) <= available(capability)]
-        chosen[kernel] = fitting[0] if fitting else options[-1]
-    return Plan(**chosen)
+def has_tensor_memory(capability: int) -> bool:
+    """Whether it is one of Blackwell's GPUs for data centres."""
+    return 100 <= capability < 120
 
 
 def shortage(plan: Plan, capability: int, sizes: Sizes) -> str | None:
     """Which kernel needs more shared memory than the GPU has; None: the plan fits."""
-    for kernel in KERNELS:
-        needed = shared_memory(kernel, getattr(plan, kernel), sizes)
+    for kernel in plan.kernels:
+        needed = shared_memory(kernel, getattr(plan, kernel), sizes, capability)
         if needed > available(capability):
             return (
                 f"the {kernel} kernel needs {needed} bytes of shared memory, the device has {available(capability)}; "
@@ -232,36 +228,9 @@ def available(capability: int) -> int:
     return 1024 * SHARED_MEMORY.get(capability, 99)
 
 
-def _shortened(blocks: Blocks, sizes: Sizes) -> Blocks:
-    """No larger than the sequences need."""
-    return dataclasses.replace(
-        blocks, block_q=min(blocks.block_q, padded(sizes.T)), block_k=min(blocks.block_k, padded(sizes.S))
-    )
-
-
 def whole(n: int, boxes: int = 1) -> int:
     """`n` up to whole boxes (or as many at a time) of 64, in which the Mosaic-GPU kernels move and compute."""
     return -(-n // (64 * boxes)) * 64 * boxes
-
-
-# Forward, backward, dq and dkv by padded head dim, as measured on an H200 at T = 8192.
-_MOSAIC = {
-    64: ((192, 128, 2, 8), (128, 128, 2, 8), (128, 128, 2, 8), (128, 128, 2, 8)),
-    128: ((128, 128, 2, 4), (64, 128, 2, 4), (128, 128, 2, 8), (128, 128, 2, 8)),
-    192: ((128, 64, 2, 4), None, (128, 64, 2, 8), (64, 128, 2, 8)),
-    256: ((128, 64, 2, 8), None, (128, 64, 1, 8), (64, 128, 1, 8)),
-}
-
-
-@functools.cache
-def choose_mosaic(T: int, H: int, Hv: int, grows: bool = False) -> MosaicPlan:
-    """The plan of the Mosaic-GPU kernels for a Hopper GPU; `grows` as of a mask (`masks.Mask.grows`)."""
-    width = whole(max(H, Hv))
-    forward, backward, dq, dkv = (blocks and MosaicBlocks(*blocks) for blocks in _MOSAIC[width])
-    forward, dq = (dataclasses.replace(x, block_q=min(x.block_q, whole(max(T, 1)))) for x in (forward, dq))
-    if grows:  # the tiles that run side by side differ in length, and drift apart
-        forward, backward = (x and dataclasses.replace(x, head_group=8) for x in (forward, backward))
-    return MosaicPlan(forward, backward, dq, dkv)
 
 
 def mosaic_shortage(plan: MosaicPlan, H: int, Hv: int) -> str | None:
@@ -269,7 +238,7 @@ def mosaic_shortage(plan: MosaicPlan, H: int, Hv: int) -> str | None:
     if plan.backward and max(H, Hv) > 128:
         return f"the backward kernel takes head dims up to 128, got {max(H, Hv)}; use a plan with backward=None"
     H, Hv = whole(H), whole(Hv)
-    for kernel in ("forward", *(("backward",) if plan.backward else ("dq", "dkv"))):
+    for kernel in plan.kernels:
         spare = mosaic_spare(kernel, getattr(plan, kernel), H, Hv)
         if spare < 0:
             return (

@@ -510,10 +510,20 @@ def _benchmark(T: int, H: int, is_causal: bool, tokens: int = 16_384, width: int
 
 
 BENCHMARK = [
-    *(_benchmark(T, H, c) for T in (512, 1024, 2048, 8192, 16_384) for H in (64, 128, 256) for c in (False, True)),
+    *(
+        _benchmark(T, H, c)
+        for T in (512, 1024, 2048, 4096, 8192, 16_384)
+        for H in (64, 128, 256)
+        for c in (False, True)
+    ),
+    *(
+        dataclasses.replace(_benchmark(T, H, True, tokens=T), name=f"h{H}_causal_one_t{T}")
+        for T in (16, 128, 512)
+        for H in (64, 128)
+    ),
     *(
         dataclasses.replace(case, name=case.name.replace("_t", "_gqa8_t"), K=case.N // 8)
-        for case in (_benchmark(T, H, c) for T in (8192, 16_384) for H in (64, 128, 256) for c in (False, True))
+        for case in (_benchmark(T, H, c) for T in (1024, 8192, 16_384) for H in (64, 128, 256) for c in (False, True))
     ),
     dataclasses.replace(_benchmark(16_384, 128, True), name="h128_window1023_t16384", local_window_size=(1023, 0)),
     *(

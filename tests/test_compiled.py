@@ -1,4 +1,4 @@
-"""Compiled for an H200 without a GPU: no kernel's wgmma is serialised, and none spills more than its budget.
+"""Compiled without a GPU: for an H200 no kernel's wgmma is serialised, and none spills more than its budget.
 
 Optional: it needs the compiler in JAX's CUDA plugin, and ptxas; CONTRIBUTING.md says how to get them. Each case is
 compiled in a process of its own, because the dumps are asked for before jax is imported; `python tests/test_compiled.py
@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from typing import NamedTuple
 
 import pytest
 from cases import Case
@@ -28,20 +29,44 @@ JAXLIB = importlib.metadata.version("jaxlib")
 SLACK = 64  # bytes by which a budget may lag behind: an improvement larger than this is recorded
 SERIALISED = re.compile(r"C751[012]\b|wgmma.*serialized")
 
-H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+
+class Gpu(NamedTuple):
+    """What a compiler has to know of an absent GPU; the rest is that of an H200."""
+
+    kind: str
+    major: int
+    minor: int
+    cores: int
+    shared_memory: int
+    arch: str
+
+    def description(self) -> str:
+        """For XLA."""
+        extension = "feature_extension: ACCELERATED_FEATURES" if self.arch.endswith("a") else ""
+        return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  core_count: {self.cores} fpus_per_core: 128
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: {self.shared_memory}
+  shared_memory_per_core: {self.shared_memory + 1024}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 150000000000
-  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
-}
-runtime_version { major: 13 }
-dnn_version_info { major: 9 minor: 10 }
+  cuda_compute_capability {{ major: {self.major} minor: {self.minor} {extension} }}
+}}
+runtime_version {{ major: 13 }}
+dnn_version_info {{ major: 9 minor: 10 }}
 platform_name: "CUDA"
-device_description_str: "NVIDIA H200"
+device_description_str: "{self.kind}"
 """
+
+
+GPUS = {
+    "H200": Gpu("NVIDIA H200", 9, 0, 132, 227 * 1024, "sm_90a"),
+    "A100": Gpu("NVIDIA A100-SXM4-80GB", 8, 0, 108, 163 * 1024, "sm_80"),
+    "L4": Gpu("NVIDIA L4", 8, 9, 58, 99 * 1024, "sm_89"),
+    "B200": Gpu("NVIDIA B200", 10, 0, 148, 227 * 1024, "sm_100a"),
+}
 
 
 def _case(name: str, H: int, **rest) -> Case:
@@ -90,7 +115,7 @@ def missing() -> str | None:
     return None
 
 
-def compile_here(name: str, dump: str) -> None:
+def compile_here(name: str, gpu: Gpu, dump: str) -> None:
     """Compiles forward and backward of a case, with PTX into the folder `dump`; jax must not be imported yet."""
     assert "jax" not in sys.modules
     for variable in [v for v in os.environ if v.startswith(("JAX_", "MOSAIC_", "XLA_"))]:
@@ -110,11 +135,11 @@ def compile_here(name: str, dump: str) -> None:
         out, vjp = jax.vjp(attention, query, key, value)
         return out, vjp(out)
 
-    devices = get_topology_desc("h200", "cuda", target_config=H200, topology="1x1x1").devices
+    devices = get_topology_desc("absent", "cuda", target_config=gpu.description(), topology="1x1x1").devices
     there = NamedSharding(Mesh(devices, ("x",)), PartitionSpec())
     sizes = ((case.T, case.N, case.H), (case.S, case.K, case.H), (case.S, case.K, case.Hv))
     args = [jax.ShapeDtypeStruct((case.B, *size), case.dtype, sharding=there) for size in sizes]
-    absent = AbstractDevice("NVIDIA H200", None, platform="cuda")
+    absent = AbstractDevice(gpu.kind, None, platform="cuda")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=absent)):
         lowered = jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",))
     lowered.compile(compiler_options={"xla_dump_to": dump, "xla_dump_emitter_re": "ptx"})
@@ -127,14 +152,14 @@ def ptxas(*arguments: str) -> str:
     return done.stdout + done.stderr
 
 
-def report_here(name: str) -> dict:
+def report_here(name: str, gpu: Gpu) -> dict:
     """Of our kernels in a case: bytes of spill stores of each, and what ptxas tells about serialised wgmma."""
     spills, serialised = {}, []
     with tempfile.TemporaryDirectory() as dump:
-        compile_here(name, dump)
+        compile_here(name, gpu, dump)
         for path in pathlib.Path(dump).glob("*.ptx"):
             if entries := re.findall(r"\.entry (flash_\w+)", path.read_text()):
-                told = ptxas("-v", "-arch=sm_90a", str(path), "-o", str(path.with_suffix(".cubin")))
+                told = ptxas("-v", f"-arch={gpu.arch}", str(path), "-o", str(path.with_suffix(".cubin")))
                 serialised += [line for line in told.splitlines() if SERIALISED.search(line)]
                 for entry in entries:
                     kernel = entry.removesuffix("_mosaic_gpu_kernel")
@@ -144,9 +169,10 @@ def report_here(name: str) -> dict:
     return {"spills": spills, "serialised": serialised}
 
 
-def report(name: str) -> dict:
+def report(name: str, gpu: str = "H200") -> dict:
     """The same, in a process of its own."""
-    done = subprocess.run([sys.executable, __file__, "--case", name], capture_output=True, text=True)
+    command = [sys.executable, __file__, "--case", name, "--gpu", gpu]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -169,14 +195,25 @@ def test_case(name):
     assert not outside, "kernel: (bytes spilled, budget)"
 
 
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@pytest.mark.parametrize("gpu", ["A100", "L4", "B200"])
+@pytest.mark.parametrize("name", ["triton_h128_causal", "triton_h256_full"])
+def test_other_gpus(name, gpu):
+    """Plans of devices that nothing was measured on: they compile, and hardly spill (`families._spills`)."""
+    spills = report(name, gpu)["spills"]
+    assert spills.keys() == {"flash_forward", "flash_dq", "flash_dkv"} and max(spills.values()) <= 40, spills
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", choices=CASES, help="report one case as JSON, and write nothing")
-    name = parser.parse_args().case
+    parser.add_argument("--gpu", choices=GPUS, default="H200", help="that it is compiled for")
+    options = parser.parse_args()
+    name = options.case
     if missing():
         sys.exit(missing())
     if name:
-        print(json.dumps(report_here(name)))
+        print(json.dumps(report_here(name, GPUS[options.gpu])))
     else:
         kept = json.loads(FACTS.read_text()) if FACTS.exists() else {}
         kept[versions()] = {name: report(name)["spills"] for name in CASES}

@@ -13,7 +13,7 @@ import subprocess
 import sys
 
 import pytest
-from test_compiled import H200, ROOT, SITE, missing
+from test_compiled import GPUS, ROOT, SITE, missing
 
 COLLECTIVE = re.compile(r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 WAYS = ("jit", "types", "shard_map", "vmap")
@@ -37,7 +37,9 @@ def compile_here(devices: int) -> dict:
 
     from pallas_flash import flash_attention
 
-    there = get_topology_desc("h200", "cuda", target_config=H200, topology=f"1x1x{devices}").devices
+    there = get_topology_desc(
+        "h200", "cuda", target_config=GPUS["H200"].description(), topology=f"1x1x{devices}"
+    ).devices
     absent = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", None, platform="cuda"))
 
     def compiled(way: str, implementation: str) -> str:

@@ -875,8 +875,10 @@ def test_explain_on_a_gpu():
         planned = explain(**shapes(jnp.bfloat16), plan=PLAN)
         tiled = explain(**shapes(jnp.bfloat16), plan=ALONE)
     assert (choice.implementation, dict(choice.refusals)) == ("mosaic_gpu", {})
-    _, mosaic, triton, xla = str(choice).splitlines()
+    _, mosaic, origin, triton, xla = str(choice).splitlines()
     assert mosaic == f"mosaic_gpu      chosen  {choice.plan}"
+    assert origin == f"{'':24}from the tuned table nvidia-h200.json"
+    assert dict(planned.origins) == dict.fromkeys(("forward", "dq", "dkv"), "the argument plan")
     assert (triton.split(), xla.split()) == (["triton", "accepts"], ["xla", "accepts"])
     assert (named.implementation, named.plan, dict(named.refusals)) == ("xla", None, {})
     assert (planned.implementation, planned.plan, list(planned.refusals)) == ("triton", PLAN, ["mosaic_gpu", "xla"])

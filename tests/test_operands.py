@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_flash import plan, problem
+from pallas_flash import choice, problem
 from pallas_flash.kernels.mosaic_gpu import launch, operands
 
 forward, backward = (importlib.import_module(f"{operands.__package__}.{name}") for name in ("forward", "backward"))
@@ -40,10 +40,10 @@ def posed(scale=None, together: bool = True) -> problem.Problem:
         QUERY, KEY, VALUE, bias=None, mask=None, scale=scale, is_causal=False, query_seq_lengths=np.array(Q_USED),
         key_value_seq_lengths=np.array(K_USED), local_window_size=None, return_residual=False, implementation=None,
         query_offset=0, query_segment_ids=None, key_value_segment_ids=None, mask_modifiers=(), block_mask=None,
-        logits_scale=None, logits_soft_cap=None, alibi_slopes=None, sinks=None, score_modifiers=(), dropout_rate=0.0, dropout_key=None,
-        deterministic=False, precision=None, plan=None, interpret=False,
+        logits_scale=None, logits_soft_cap=None, alibi_slopes=None, sinks=None, score_modifiers=(), dropout_rate=0.0,
+        dropout_key=None, deterministic=False, precision=None, plan=None, interpret=False,
     )  # fmt: skip
-    chosen = plan.choose_mosaic(T, H, HV)
+    chosen = choice.of("mosaic_gpu", posed, choice.Device("NVIDIA H200", 90), "half").plan
     return dataclasses.replace(posed, plan=chosen if together else dataclasses.replace(chosen, backward=None))
 
 

@@ -49,17 +49,22 @@ MAY_IMPORT = {
     "arguments": ["modifiers"],
     "position": ["arguments"],
     "logits": ["arguments", "dropout", "modifiers", "score", "tile"],
+    "version": [],
     "plan": [],
+    "families": ["plan"],
+    "records": ["families", "plan", "version"],
+    "choice": ["families", "masks", "plan", "problem", "records"],
     "problem": ["arguments", "cells", "logits", "masks", "modifiers", "patterns", "plan", "survey", "tile"],
     "lists": ["cells", "masks", "patterns", "problem"],
     "weights": ["masks", "problem", "score", "softmax", "tile"],
     "xla": ["cells", "lists", "masks", "patterns", "softmax", "problem", "score", "tile", "varying"],
     "kernels": [],
     "kernels.clean": ["lists", "problem"],
-    "kernels.device": ["problem"],
+    "kernels.device": ["choice", "problem"],
     "kernels.grid": ["masks"],
     "kernels.triton.launch": [
         "cells",
+        "choice",
         "elementary",
         "kernels.device",
         "kernels.grid",
@@ -81,7 +86,14 @@ MAY_IMPORT = {
     ],
     "kernels.mosaic_gpu.ptx": [],
     "kernels.mosaic_gpu.primitives": ["masks", "patterns", "problem", "score", "tile"],
-    "kernels.mosaic_gpu.operands": ["kernels.device", "kernels.mosaic_gpu.primitives", "plan", "problem", "softmax"],
+    "kernels.mosaic_gpu.operands": [
+        "choice",
+        "kernels.device",
+        "kernels.mosaic_gpu.primitives",
+        "plan",
+        "problem",
+        "softmax",
+    ],
     "kernels.mosaic_gpu.pipeline": ["kernels.mosaic_gpu.ptx", "kernels.grid", "lists", "masks", "problem"],
     "kernels.mosaic_gpu.where": [
         "elementary",
@@ -117,15 +129,32 @@ MAY_IMPORT = {
         "kernels.mosaic_gpu.launch",
         "kernels.mosaic_gpu.operands",
     ],
-    "dispatch": ["plan", "problem"],
+    "dispatch": ["choice", "plan", "problem"],
     "split": ["problem"],
     "partitioning": ["dispatch", "patterns", "problem", "score", "split", "tile", "varying"],
     "vjp": ["dispatch", "partitioning", "problem", "softmax"],
     "api": ["arguments", "dispatch", "logits", "modifiers", "plan", "problem", "split", "survey", "tile", "vjp"],
+    "search": ["choice", "dispatch", "families", "plan", "problem"],
+    "autotune": ["api", "arguments", "choice", "dispatch", "families", "plan", "problem", "records", "search"],
     "varlen": ["arguments", "dispatch", "modifiers", "patterns", "problem", "vjp"],
     "export": ["dispatch"],
     "testing": ["", "api", "softmax"],
-    "": ["api", "dispatch", "export", "modifiers", "plan", "position", "softmax", "survey", "varlen", "vjp"],
+    "": [
+        "api",
+        "autotune",
+        "dispatch",
+        "export",
+        "modifiers",
+        "plan",
+        "position",
+        "records",
+        "search",
+        "softmax",
+        "survey",
+        "varlen",
+        "version",
+        "vjp",
+    ],
 }
 """Room → rooms whose modules it may import; "" is the package itself, its public names. A file without a row fails."""
 
@@ -164,7 +193,7 @@ INTERNALS = {
 SYNCHRONISATION = {"Barrier", "ClusterBarrier", "barrier_arrive", "barrier_wait", "set_max_registers", "inline_mgpu"}
 """What only the pipeline and its PTX name; named barriers are inline PTX, for which there is no other way."""
 
-NAMES_COMPILERS = {"dispatch", "problem", "api", "plan", ""}
+NAMES_COMPILERS = {"dispatch", "problem", "api", "plan", "families", ""}
 """Rooms outside kernels/ that name implementations."""
 
 

@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_flash import choice, softmax
 from pallas_flash import plan as plans
-from pallas_flash import softmax
+from pallas_flash.choice import Choice
 from pallas_flash.kernels import device
 from pallas_flash.kernels.mosaic_gpu import primitives
-from pallas_flash.plan import MosaicBlocks, MosaicPlan, Plan
+from pallas_flash.plan import MosaicBlocks, Plan
 from pallas_flash.problem import Problem
 
 LENGTH = 8
@@ -29,8 +30,6 @@ def refusal(problem: Problem) -> str | None:
     for name, width in (("query", problem.H), ("value", problem.Hv)):
         if width > 256:
             return f"the head dim of {name} is {width}, at most 256 is supported; use more heads"
-    if problem.scale is not None and plan(problem).backward is None:
-        return "its kernels of single gradients have none for a traced scale; use implementation='triton'"
     capability = device.capability(problem)
     if isinstance(capability, str):
         return capability
@@ -39,7 +38,10 @@ def refusal(problem: Problem) -> str | None:
         return f"{found}, 9.0 (Hopper) is required; use implementation='triton'"
     if lacking := primitives.lacking(problem):
         return f"Mosaic GPU cannot lower all users' functions: {lacking}; use implementation='triton'"
-    return plans.mosaic_shortage(plan(problem), problem.H, problem.Hv)
+    plan = planned(problem).plan
+    if problem.scale is not None and plan.backward is None:
+        return "its kernels of single gradients have none for a traced scale; use implementation='triton'"
+    return plans.mosaic_shortage(plan, problem.H, problem.Hv)
 
 
 def deferral(problem: Problem) -> str | None:
@@ -52,9 +54,9 @@ def deferral(problem: Problem) -> str | None:
             )
 
 
-def plan(problem: Problem) -> MosaicPlan:
-    """The user's plan, or the one for a Hopper GPU."""
-    return problem.plan or plans.choose_mosaic(problem.T, problem.H, problem.Hv, problem.mask.grows)
+def planned(problem: Problem) -> Choice:
+    """The user's plan, or the one chosen for the current device, which there must be."""
+    return choice.of("mosaic_gpu", problem, device.current(problem), "half")
 
 
 def padded(x: Array, boxes: int = 1) -> Array:

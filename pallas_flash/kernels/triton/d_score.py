@@ -146,7 +146,7 @@ def d_score(
 def _gradient(problem: Problem, operand: Operand, tensors: tuple[Array, ...], dtype) -> Array:
     """[B, N, T, 1] or [B, N, 1, S] in float32, or in `dtype` the operand's shape, of both axes."""
     # All four tensors stream past: with more stages they would not fit shared memory.
-    blocks = dataclasses.replace(launch.plan(problem).dkv, num_stages=1)
+    blocks = dataclasses.replace(launch.planned(problem).plan.dkv, num_stages=1)
     layouts = Layouts.of_everything(problem, blocks)
     inputs = list(zip(tensors, (*layouts[:4], layouts.row, layouts.row), strict=True))
     B, N, T, S = operand.shape

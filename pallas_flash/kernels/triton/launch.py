@@ -20,15 +20,16 @@ from jax.extend.pallas import register_lowering_rule
 from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
+from pallas_flash import choice, varying
 from pallas_flash import plan as plans
-from pallas_flash import varying
 from pallas_flash.cells import Span
+from pallas_flash.choice import Choice
 from pallas_flash.elementary import PLAIN, Elementary, differentiable, margin
 from pallas_flash.kernels import device
 from pallas_flash.kernels.grid import Grid
 from pallas_flash.lists import Listed
 from pallas_flash.masks import Lengths, Mask
-from pallas_flash.plan import Blocks, Plan, padded
+from pallas_flash.plan import Blocks, padded
 from pallas_flash.problem import Problem
 from pallas_flash.tile import Tile, indices
 
@@ -70,22 +71,12 @@ def refusal(problem: Problem) -> str | None:
     if capability < 80:
         found = f"the GPU has compute capability {capability // 10}.{capability % 10}"
         return f"{found}, 8.0 (Ampere) or later is required; use implementation='xla'"
-    return plans.shortage(plan(problem), capability, _sizes(problem))
+    return plans.shortage(planned(problem).plan, capability, choice.sizes(problem, _dots(problem)))
 
 
-def plan(problem: Problem) -> Plan:
+def planned(problem: Problem) -> Choice:
     """The user's plan, or the one chosen for the current device, which there must be."""
-    return (
-        problem.plan
-        if isinstance(problem.plan, Plan)
-        else plans.choose(int(device.capability(problem)), _sizes(problem))
-    )
-
-
-def _sizes(problem: Problem) -> plans.Sizes:
-    leaves = jax.tree.leaves((problem.mask, problem.score))
-    read = sum(x.dtype.itemsize for x in leaves if x.ndim == 4 and x.shape[2] > 1 and x.shape[3] > 1)
-    return plans.Sizes(problem.T, problem.S, problem.H, problem.Hv, _dots(problem), read)
+    return choice.of("triton", problem, device.current(problem), _dots(problem))
 
 
 def place(grid: Grid) -> tuple[Array, Array, Array]:
