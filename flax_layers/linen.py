@@ -57,8 +57,7 @@ def flash_attention_fn(
             called, with a warning. False: by `flash_attention`.
         dropout_rng: A key of `jax.random`. `pallas_flash.dropout_mask` tells what it drops, which is not what
             Flax's function drops for the same key.
-        dropout_rate: Chance of each weight to be dropped, 0 <= rate < 1, a Python number, rounded to a multiple of
-            2⁻¹⁵.
+        dropout_rate: Chance of each weight to be dropped, 0 <= rate < 1, a Python number.
         deterministic: Whether nothing is dropped. (For gradients that repeat bit for bit, what `flash_attention` calls
             deterministic, put --xla_gpu_deterministic_ops in XLA_FLAGS.)
         dtype: To which query, key and value are cast; None: the one that they promote to.

@@ -182,8 +182,9 @@ def sieve(scratch, transposed: bool, words: tuple[Array, Array], margin: Array) 
             if (first, column & 16) not in marks:
                 pairs = zip(*(_elements(array.registers[first]) for array in arrays), strict=True)
                 marks[first, column & 16] = [_marked(arith.select(which, b, a), add) for a, b, add in pairs]
+            left, right = marks[first, column & 16]
             byte = of_query // 8 + of_key // 4
-            halves = _permuted(*marks[first, column & 16], 0x1111 * (8 + byte) + 0x4400)
+            halves = _permuted(left, right, 0x1111 * (8 + byte) + 0x4400)
             registers[at] = llvm.bitcast(ir.VectorType.get((2,), ir.IntegerType.get_signless(16)), halves)
         return mgpu.FragmentedArray(_registers=registers, _layout=_TILE.to_mgpu(), _is_signed=False)
 
@@ -246,7 +247,7 @@ def rescaled(x: Array, by: Array) -> Array:
     def multiplied(_, x, by):
         values, factors = list(x.registers.flat), [_elements(factor)[0] for factor in by.registers.flat]
         change = arith.cmpi(arith.CmpIPredicate.ne, _any_but_one(*factors), _c(0))
-        branch = scf.IfOp(change, [value.type for value in values], has_else=True)
+        branch: Any = scf.IfOp(change, [value.type for value in values], has_else=True)
         with ir.InsertionPoint(branch.then_block):
             wide = [vector.broadcast(values[0].type, factor) for factor in factors]
             pairs = zip(values, _offsets(x.shape).flat, strict=True)
@@ -270,11 +271,11 @@ def _any_but_one(a, b):
     return mgpu.utils.inline_ptx(code, a, b, result_types=word, has_side_effects=True, convergent=True)
 
 
-_SWIZZLED = plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)
-"""How tiles of float32 lie in shared memory."""
+_tiling: Any = plgpu.TilingTransform
+_swizzle: Any = plgpu.SwizzleTransform
 
 
-@_inline(arg_types=(plgpu.RefType(_SWIZZLED), _TILE))
+@_inline(arg_types=(plgpu.RefType((_tiling((8, 32)), _swizzle(128))), _TILE))
 def store_woven(_, tile, x):
     """Stores a float32 tile [64, 64] with its columns interwoven, see `unwoven`.
 
