@@ -108,7 +108,8 @@ def finish(run: Running, sink: Array | None = None, gain: float = 1.0, fast: Ele
     `sink` is a logit that joins the denominator of rows that kept something (eq. 30), `gain` what weights that were not
     dropped count for (eq. 32).
     """
-    empty, (m, l, acc) = run.l == 0, run  # noqa: E741
+    m, l, acc = run  # noqa: E741
+    empty = (l == 0) & (m == LOWEST)  # a sum of 0 above that is of logits too large for float32: NaN, below
     if sink is not None:
         top = fast.constant(jnp.maximum(m, sink * LOG2E))
         shrink = fast.exp2(m - top)
