@@ -15,7 +15,6 @@ import json
 import math
 import pathlib
 import platform
-import re
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ import numpy as np
 
 from benchmarks import reference, timing
 from benchmarks.peers import PEERS, Attention, Peer
+from pallas_flash.records import slug
 from tests.cases import BENCHMARK, Case
 
 MODES = ("fwd", "bwd", "fwd_bwd")
@@ -233,8 +233,7 @@ def _now() -> datetime.datetime:
 
 
 def default_path() -> pathlib.Path:
-    slug = re.sub("[^a-z0-9]+", "-", jax.devices()[0].device_kind.lower()).strip("-")
-    return ROOT / "benchmarks" / "results" / slug / f"{_now():%Y-%m-%d}.jsonl"
+    return ROOT / "benchmarks" / "results" / slug(jax.devices()[0].device_kind) / f"{_now():%Y-%m-%d}.jsonl"
 
 
 def run(cases: list[Case], modes: list[str], peers: list[Peer], limits: argparse.Namespace, out: pathlib.Path):

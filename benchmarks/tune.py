@@ -80,15 +80,25 @@ def tuned(problems: list[Problem], out: pathlib.Path, budget: float = math.inf, 
     """
     stop = time.perf_counter() + budget
     for number, problem in enumerate(problems):
-        found = records.read(out).records if out.exists() else ()
-        name = options.get("implementation")
-        if problem.key in {key(each) for each in found if name in (None, each.implementation)}:
+        if is_tuned(problem, out, options.get("implementation"), options.get("interpret", False)):
             continue
         if time.perf_counter() > stop:
             return problems[number:]
         print(f"\n{problem.name}", flush=True)
         print(pallas_flash.autotune(*shapes(problem.case), cache=out, **keywords(problem), **options), flush=True)
     return []
+
+
+def is_tuned(problem: Problem, path: pathlib.Path, implementation: str | None, interpret: bool = False) -> bool:
+    """Whether it was, here and with these versions, for the implementation named, or for all that accept it."""
+    device = "interpreter" if interpret else jax.devices()[0].device_kind
+    here = device, jax.__version__, pallas_flash.__version__
+    found = [x for x in (records.read(path).records if path.exists() else ()) if key(x) == problem.key]
+    known = {x.implementation for x in found if (x.device, x.jax, x.pallas_flash) == here}
+    if implementation is None:
+        refusals = pallas_flash.explain(*shapes(problem.case), **keywords(problem), interpret=interpret).refusals
+        return {"mosaic_gpu", "triton"} - refusals.keys() <= known
+    return implementation in known
 
 
 def key(record: records.Record) -> tuple:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import train_gpt
 from flax import nnx
-from models import CONFIGS, Decoder
+from models import DESIGNS, Decoder
 
 PROMPTS = ["The assert statement", "A class definition"]
 
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> list[str]:
     """The prompts with what was drawn after them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts", nargs="*", default=PROMPTS)
-    parser.add_argument("--model", default="llama3-tiny", choices=CONFIGS)
+    parser.add_argument("--model", default="llama3-tiny", choices=DESIGNS)
     parser.add_argument("--checkpoints", type=pathlib.Path, default=pathlib.Path("runs"), help="of train_gpt.py")
     parser.add_argument("--count", type=int, default=200, help="tokens to draw (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.7)

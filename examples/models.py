@@ -13,7 +13,7 @@ from pallas_flash import RESIDUAL_NAMES
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Design:
     """What a decoder is made of.
 
     Attributes:
@@ -43,11 +43,11 @@ class Config:
     tied: bool = False
 
 
-LLAMA = functools.partial(Config, rope=RoPE(theta=500_000.0, scaling=Llama3Scaling(factor=32.0)))
+LLAMA = functools.partial(Design, rope=RoPE(theta=500_000.0, scaling=Llama3Scaling(factor=32.0)))
 GEMMA = functools.partial(
-    Config, rope=RoPE(), logits_soft_cap=50.0, final_soft_cap=30.0, activation="gelu", sandwich=True, tied=True
+    Design, rope=RoPE(), logits_soft_cap=50.0, final_soft_cap=30.0, activation="gelu", sandwich=True, tied=True
 )
-CONFIGS = {
+DESIGNS = {
     "llama3-tiny": LLAMA(layers=2, width=64, heads=4, kv_heads=2, head_dim=16, hidden=160),
     "llama3-small": LLAMA(layers=16, width=1024, heads=16, kv_heads=4, head_dim=64, hidden=3072),
     "gemma2-tiny": GEMMA(
@@ -63,11 +63,11 @@ CONFIGS = {
 class GatedMLP(nnx.Module):
     """down(activation(gate(x)) · up(x))."""
 
-    def __init__(self, config: Config, dtype, rngs: nnx.Rngs):
+    def __init__(self, design: Design, dtype, rngs: nnx.Rngs):
         linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, rngs=rngs)
-        self.gate, self.up = (linear(config.width, config.hidden) for _ in range(2))
-        self.down = linear(config.hidden, config.width)
-        self.activation = getattr(jax.nn, config.activation)
+        self.gate, self.up = (linear(design.width, design.hidden) for _ in range(2))
+        self.down = linear(design.hidden, design.width)
+        self.activation = getattr(jax.nn, design.activation)
 
     def __call__(self, x):
         return self.down(self.activation(self.gate(x)) * self.up(x))
@@ -76,16 +76,16 @@ class GatedMLP(nnx.Module):
 class Block(nnx.Module):
     """Attention, then the perceptron, each on the normalised stream and added back to it."""
 
-    def __init__(self, config: Config, window: int | None, dtype, rngs: nnx.Rngs):
-        norm = functools.partial(nnx.RMSNorm, config.width, dtype=dtype, rngs=rngs)
+    def __init__(self, design: Design, window: int | None, dtype, rngs: nnx.Rngs):
+        norm = functools.partial(nnx.RMSNorm, design.width, dtype=dtype, rngs=rngs)
         self.norm_1, self.norm_2 = norm(), norm()
-        self.after_1, self.after_2 = (norm(), norm()) if config.sandwich else (None, None)
+        self.after_1, self.after_2 = (norm(), norm()) if design.sandwich else (None, None)
         self.attention = FlashMultiHeadAttention(
-            config.heads, config.width, qkv_features=config.heads * config.head_dim, num_kv_heads=config.kv_heads,
+            design.heads, design.width, qkv_features=design.heads * design.head_dim, num_kv_heads=design.kv_heads,
             use_bias=False, is_causal=True, local_window_size=None if window is None else (window - 1, 0),
-            rope=config.rope, logits_soft_cap=config.logits_soft_cap, scale=config.scale, dtype=dtype, rngs=rngs,
+            rope=design.rope, logits_soft_cap=design.logits_soft_cap, scale=design.scale, dtype=dtype, rngs=rngs,
         )  # fmt: skip
-        self.mlp = GatedMLP(config, dtype, rngs)
+        self.mlp = GatedMLP(design, dtype, rngs)
 
     def __call__(self, x, positions=None, segment_ids=None, lengths=None, decode=False):
         y = self.attention(
@@ -101,20 +101,20 @@ class Decoder(nnx.Module):
     """Tokens int32 [B, T] to logits of the next one, float32 [B, T, vocabulary].
 
     Args:
-        config: What it is made of.
+        design: What it is made of.
         dtype: Of activations; parameters are float32.
         remat: Whether to recompute each block in the backward pass, all but what attention's kernels gave.
     """
 
-    def __init__(self, config: Config, dtype=jnp.float32, remat: bool = False, *, rngs: nnx.Rngs):
-        self.config, self.remat = config, remat
-        init = nnx.initializers.normal(config.width**-0.5)
-        self.embed = nnx.Embed(config.vocabulary, config.width, dtype=dtype, embedding_init=init, rngs=rngs)
-        windows = (config.windows[n % len(config.windows)] for n in range(config.layers))
-        self.blocks = nnx.List([Block(config, window, dtype, rngs) for window in windows])
-        self.norm = nnx.RMSNorm(config.width, dtype=dtype, rngs=rngs)
-        head = functools.partial(nnx.Linear, config.width, config.vocabulary, use_bias=False, dtype=dtype, rngs=rngs)
-        self.head = None if config.tied else head()
+    def __init__(self, design: Design, dtype=jnp.float32, remat: bool = False, *, rngs: nnx.Rngs):
+        self.design, self.remat = design, remat
+        init = nnx.initializers.normal(design.width**-0.5)
+        self.embed = nnx.Embed(design.vocabulary, design.width, dtype=dtype, embedding_init=init, rngs=rngs)
+        windows = (design.windows[n % len(design.windows)] for n in range(design.layers))
+        self.blocks = nnx.List([Block(design, window, dtype, rngs) for window in windows])
+        self.norm = nnx.RMSNorm(design.width, dtype=dtype, rngs=rngs)
+        head = functools.partial(nnx.Linear, design.width, design.vocabulary, use_bias=False, dtype=dtype, rngs=rngs)
+        self.head = None if design.tied else head()
 
     def __call__(self, ids, positions=None, segment_ids=None, lengths=None, decode=False):
         """Positions and segments [B, T] of packed documents; lengths [B] of padded prompts, into the cache."""
@@ -125,14 +125,14 @@ class Decoder(nnx.Module):
         if self.remat and not decode:
             policy = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
             through = nnx.remat(through, policy=policy)
-        x = self.embed(ids) * (self.config.width**0.5 if self.config.tied else 1)
+        x = self.embed(ids) * (self.design.width**0.5 if self.design.tied else 1)
         for block in self.blocks:
             x = through(block, x)
         x = self.norm(x)
         logits = (self.embed.attend(x) if self.head is None else self.head(x)).astype(jnp.float32)
-        cap = self.config.final_soft_cap
+        cap = self.design.final_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def init_cache(self, batch: int, length: int) -> None:
         for block in self.blocks:
-            block.attention.init_cache((batch, length, self.config.width))
+            block.attention.init_cache((batch, length, self.design.width))

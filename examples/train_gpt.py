@@ -17,7 +17,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
-from models import CONFIGS, Decoder
+from models import DESIGNS, Decoder
 from tqdm import tqdm
 
 
@@ -38,7 +38,7 @@ def train_step(model: Decoder, optimizer: nnx.Optimizer, batch: dict[str, jax.Ar
 
 def build(name: str, remat: bool = False, seed: int = 0) -> Decoder:
     dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
-    return nnx.jit(lambda: Decoder(CONFIGS[name], dtype, remat, rngs=nnx.Rngs(seed)))()
+    return nnx.jit(lambda: Decoder(DESIGNS[name], dtype, remat, rngs=nnx.Rngs(seed)))()
 
 
 def optimizer_of(model: Decoder, rate: float, steps: int) -> nnx.Optimizer:
@@ -80,7 +80,7 @@ def load(folder: pathlib.Path, name: str) -> Decoder:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama3-tiny", choices=CONFIGS)
+    parser.add_argument("--model", default="llama3-tiny", choices=DESIGNS)
     parser.add_argument("--steps", type=int, default=300, help="of the whole schedule (default: %(default)s)")
     parser.add_argument("--stop", type=int, help="stop after this many, as if interrupted")
     parser.add_argument("--length", type=int, default=256, help="tokens in a row (default: %(default)s)")

@@ -48,13 +48,18 @@ class Tuning:
         rows = [["kernel", "fastest", "ms", "before", "ms", "tried", "rejected"]]
         for name, kernel in dict.fromkeys(each.trial[:2] for each in self.measurements):
             trials = [Trial(name, kernel, getattr(plans[name], kernel)) for plans in (self.plans, self.before)]
-            shown = [cell for each in trials for cell in (str(each.blocks), f"{times[each]:.4g}")]
+            shown = [cell for each in trials for cell in (str(each.blocks), _shown(times.get(each)))]
             reasons = {each.trial: each.reason for each in self.measurements if each.trial[:2] == (name, kernel)}
             rejected = sum(reason is not None for reason in reasons.values())
             rows.append([f"{name} {kernel}", *shown, str(len(reasons)), str(rejected)])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([*lines, f"{self.implementation} is the fastest; stored in {self.path}"])
+
+
+def _shown(ms: float | None) -> str:
+    """A time; None: it was rejected."""
+    return "-" if ms is None else f"{ms:.4g}"
 
 
 def autotune(
@@ -84,8 +89,8 @@ def autotune(
             normal numbers are drawn.
         bias, mask: As for `flash_attention`.
         gradients: Whether to tune the kernels of the gradients too.
-        candidates: Plans whose blocks are tried, each kernel's alone, beside the current ones. None: a grid of what
-            fits the device.
+        candidates: Plans whose blocks are tried, each kernel's alone, beside the current ones: of the kernels that the
+            current plan launches. None: a grid of what fits the device.
         cache: File to store in, made if need be; it may be one that is shipped, or a table of the library. None: the
             one that the environment variable PALLAS_FLASH_CACHE names, or else pallas_flash/plans.json in the user's
             cache folder. Later calls read that one only.
@@ -100,7 +105,7 @@ def autotune(
 
     Raises:
         TypeError, ValueError: An argument is wrong, as of `flash_attention`; arrays are traced, or on several devices;
-            or the file holds something else.
+            the file holds something else; or no blocks of a kernel could be timed.
         NotImplementedError: There is no GPU, or no implementation with a plan accepts the call; with the reasons.
     """
     _check(gradients, candidates, cache, progress, timer, options)

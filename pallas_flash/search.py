@@ -88,7 +88,7 @@ class Search:
         return 2 * (len(self.tiles) + len(self.groups))
 
     def run(self, timer: Timer, step: Callable[[], Any]) -> list[Measurement]:
-        """Tries all. Raises what the current blocks raise."""
+        """Tries all. Raises what the current blocks raise; a ValueError if nothing could be timed."""
         programs = self._compiled(self.tiles, step)
         expected = programs[self.tiles[0]]()
 
@@ -98,6 +98,11 @@ class Search:
             return found
 
         found = [tried(blocks, step) for blocks in self.tiles]
+        if not ranked(found):
+            raise ValueError(
+                f"autotune: expected some blocks of the {self.implementation.name} {self.kernel} kernel to run, got: "
+                f"{found[0].reason}; pass other candidates, or name another implementation"
+            )
         best = ranked(found)[0][0].blocks
         grouped = [dataclasses.replace(best, head_group=group) for group in self.groups]
         programs |= self._compiled(grouped, step)

@@ -20,7 +20,7 @@ LOWEST = -(2.0**27)
 """Where running maxima start, base 2: a row whose logits are all far below it counts as one that kept nothing.
 
 Products near it are rounded to multiples of 8, so that a maximum and the fused exponent, which is not rounded, differ
-by less than 2⁴ from LOWEST up to -LOWEST: weights stay finite in float16 too.
+by at most 4 from LOWEST up to -LOWEST: weights stay below 2¹², finite in float16 too.
 """
 SLACK = 8.0
 """How far, in base 2, scores may pass a running maximum before it follows them: weights stay below 2⁸, and where no
@@ -109,12 +109,13 @@ def finish(run: Running, sink: Array | None = None, gain: float = 1.0, fast: Ele
     dropped count for (eq. 32).
     """
     m, l, acc = run  # noqa: E741
-    empty = (l == 0) & (m == LOWEST)  # a sum of 0 above that is of logits too large for float32: NaN, below
+    lost = l == 0  # rows that kept nothing, or whose logits are too large for float32, of which the result is NaN
+    empty = lost & (m == LOWEST)
     if sink is not None:
         top = fast.constant(jnp.maximum(m, sink * LOG2E))
         shrink = fast.exp2(m - top)
         m, l, acc = top, l * shrink + fast.exp2(sink * LOG2E - top), acc * by_row(shrink, acc)  # noqa: E741
-    l = jnp.where(empty, 1.0, l)  # noqa: E741
+    l = jnp.where(empty, 1.0, jnp.where(lost, jnp.nan, l))  # noqa: E741
     lse = jnp.where(empty, -jnp.inf, (m + jnp.log2(l)) * LN2)
     return jnp.where(by_row(empty, acc), 0.0, acc * by_row(gain / l, acc)), lse
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 LEAST = -1e8
-"""A bias below it hides a key, as -inf does: float32 would tell no score from another there."""
+"""A bias below it hides a key, as -inf does: float32 would tell no score from another there. (With a soft cap it would
+not; no case has both.)"""
 
 
 class ScoreFunction(NamedTuple):

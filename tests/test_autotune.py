@@ -197,6 +197,25 @@ def faulty(problem, q, k, v, *rest, implementation):
     return jnp.where(blocks == A, 1.1, jnp.where(blocks == B, jnp.nan, 1.0)) * out, lse
 
 
+def test_current_blocks_that_fail(cache):
+    """They are shown without a time; if nothing runs, it is an error."""
+
+    def fails(run, trial):
+        if trial.blocks == before:
+            raise RuntimeError("busy")
+        return 1e-3
+
+    before = explain(*tensors(), **CAUSAL).plan.forward
+    tuning = autotune(*tensors(), timer=fails, **(FORWARD | CAUSAL))
+    assert str(tuning).splitlines()[1].split()[-3:] == ["-", "2", "1"]
+
+    def breaks(run, trial):
+        raise RuntimeError("busy")
+
+    with pytest.raises(ValueError, match=r"triton forward kernel to run, got: RuntimeError: busy; pass other"):
+        autotune(*tensors(), timer=breaks, **(FORWARD | CAUSAL))
+
+
 def test_what_computes_something_else_is_rejected(cache):
     """However fast."""
     triton = dispatch.implementations()[1]

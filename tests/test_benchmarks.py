@@ -257,6 +257,9 @@ def test_tuning_goes_on_where_it_was_left(tmp_path, capsys):
     assert tune.tuned(small, path, -1.0, **options) == small[1:]
     assert tune.tuned(small, path, **options) == []
     assert {each.sizes.T for each in records.read(path).records} == {16, 24, 32}
+    elsewhere = [dataclasses.replace(each, device="another") for each in records.read(path).records]
+    records.add(tmp_path / "others.json", elsewhere)
+    assert tune.tuned(small, tmp_path / "others.json", -1.0, **options) == small
     assert [line for line in capsys.readouterr().out.splitlines() if line in names] == names
 
 

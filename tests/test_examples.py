@@ -74,15 +74,15 @@ def test_train_and_generate(example, tmp_path, capsys):
 def test_program_of_the_real_size_has_the_kernels(example, name):
     """One layer of each kind, lowered for an H200: forward and backward kernels in each, and nothing is T×S."""
     models = example("models")
-    config, length = models.CONFIGS[name], 4096
-    config = dataclasses.replace(config, layers=len(config.windows))
-    model = nnx.eval_shape(lambda: models.Decoder(config, jnp.bfloat16, remat=True, rngs=nnx.Rngs(0)))
+    design, length = models.DESIGNS[name], 4096
+    design = dataclasses.replace(design, layers=len(design.windows))
+    model = nnx.eval_shape(lambda: models.Decoder(design, jnp.bfloat16, remat=True, rngs=nnx.Rngs(0)))
     graph, params = nnx.split(model)
     ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
     with on("H200"):
         text = lower(jax.grad(lambda params, ids: nnx.merge(graph, params)(ids, ids, ids).mean()), params, ids)
     for kernel in ("flash_forward", "flash_backward"):
-        assert text.count(f"{kernel}_mosaic_gpu") == len(config.windows)
+        assert text.count(f"{kernel}_mosaic_gpu") == len(design.windows)
     assert f"{length}x{length}x" not in text
 
 

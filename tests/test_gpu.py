@@ -1,5 +1,6 @@
 """On a GPU: the compiled kernels at real sizes. Run with `pytest -m gpu`."""
 
+import dataclasses
 import functools
 
 import checks
@@ -9,7 +10,18 @@ import numpy as np
 import pytest
 from cases import HALF, LARGE, SMALL, Case, keep_mask
 
-from pallas_flash import Blocks, MaskModifier, Plan, explain, flash_attention, flash_attention_varlen
+from pallas_flash import (
+    Blocks,
+    MaskModifier,
+    MosaicBlocks,
+    MosaicPlan,
+    Plan,
+    explain,
+    flash_attention,
+    flash_attention_varlen,
+)
+from pallas_flash.families import MOSAIC_GPU
+from pallas_flash.plan import Sizes
 
 pytestmark = pytest.mark.gpu
 
@@ -26,6 +38,33 @@ def test_triton_matches_oracle(case):
 @pytest.mark.parametrize("case", HALF, ids=str)
 def test_mosaic_matches_oracle(case):
     attention = functools.partial(flash_attention, return_residual=True, implementation="mosaic_gpu", **case.options())
+    checks.check(case, attention)
+
+
+def mosaic_plans(H: int, Hv: int) -> list[MosaicPlan]:
+    """All blocks of each kernel that fit, with one or two stages, in as few plans as hold them."""
+    sizes, kernels = Sizes(600, 700, H, Hv, "half"), [field.name for field in dataclasses.fields(MosaicPlan)]
+
+    def fitting(kernel: str) -> list[MosaicBlocks | None]:
+        options = [x for x in MOSAIC_GPU.candidates(kernel) if x.num_stages < 3]
+        return [x for x in options if MOSAIC_GPU.fits(kernel, x, sizes, 90)] or [None]
+
+    options = {kernel: fitting(kernel) for kernel in kernels}
+    turns = range(max(map(len, options.values())))
+    plans = [MosaicPlan(**{kernel: found[n % len(found)] for kernel, found in options.items()}) for n in turns]
+    alone = [dataclasses.replace(plan, backward=None) for plan in plans]
+    return list(dict.fromkeys([*plans, *alone]))
+
+
+PLANNED = [(H, Hv, plan) for H, Hv in ((64, 64), (128, 64), (128, 128), (256, 256)) for plan in mosaic_plans(H, Hv)]
+
+
+@pytest.mark.parametrize("H,Hv,plan", PLANNED, ids=str)
+def test_mosaic_with_any_blocks(H, Hv, plan):
+    case = Case("planned", T=600, S=700, N=4, K=2, H=H, Hv=Hv, dtype="bfloat16", is_causal=True, dropout=0.2)
+    attention = functools.partial(
+        flash_attention, return_residual=True, implementation="mosaic_gpu", plan=plan, **case.options()
+    )
     checks.check(case, attention)
 
 

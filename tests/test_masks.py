@@ -254,8 +254,8 @@ def trail(seen: Visit, skip: int | None = None) -> tuple:
     return seen.walk_by_turn(lambda t, carry, edge: step(seen.block(t), carry, edge), empty, skip)
 
 
-def expected_trail(seen: Visit) -> tuple[list[int], list[bool]]:
-    full = list(range(seen.full_start, seen.full_end))
+def expected_trail(seen: Visit, backwards: bool = False) -> tuple[list[int], list[bool]]:
+    full = list(range(seen.full_start, seen.full_end))[:: -1 if backwards else 1]
     edges = [*range(seen.start, seen.full_start), *range(seen.full_end, seen.end)]
     return edges + full, [True] * len(edges) + [False] * len(full)
 
@@ -263,10 +263,12 @@ def expected_trail(seen: Visit) -> tuple[list[int], list[bool]]:
 every_walk = pytest.mark.parametrize("skip", [None, 0, 1], ids=["walk", "by_turn", "by_turn_but_one"])
 
 
-def trails(seen: list[Visit], skip: int | None, known: int = 0, change: Callable = lambda seen: seen) -> list[tuple]:
+def trails(
+    seen: list[Visit], skip: int | None, known: int = 0, change: Callable = lambda seen: seen, kind: type = Visit
+) -> list[tuple]:
     """Blocks and flags of each walk, with traced ends but the first `known`, which are 0."""
     ends = [jnp.asarray(column, jnp.int32) for column in zip(*seen, strict=True)]
-    traced = jax.jit(jax.vmap(lambda *ends: trail(change(Visit(*[0] * known, *ends)), skip)))(*ends[known:])
+    traced = jax.jit(jax.vmap(lambda *ends: trail(change(kind(*[0] * known, *ends)), skip)))(*ends[known:])
     return [(order[:count].tolist(), edges[:count].tolist()) for count, order, edges in zip(*traced, strict=True)]
 
 
@@ -302,11 +304,14 @@ def test_rows_that_end_alike_begin_there():
     assert kinds == [LastFirst, LastFirst, Visit, Visit]
 
 
+@pytest.mark.parametrize("kind", [Visit, LastFirst])
 @every_walk
-def test_at_least_one_block(skip):
+def test_at_least_one_block(skip, kind):
     """An empty walk gets some block, as an edge; the others stay as they are."""
-    for seen, (found, edges) in zip(ORDERED, trails(ORDERED, skip, change=Visit.at_least_one), strict=True):
-        blocks, flags = expected_trail(seen) if seen.steps else (None, [True])
+    backwards = kind is LastFirst and skip is not None
+    found_trails = trails(ORDERED, skip, change=Visit.at_least_one, kind=kind)
+    for seen, (found, edges) in zip(ORDERED, found_trails, strict=True):
+        blocks, flags = expected_trail(seen, backwards) if seen.steps else (None, [True])
         assert edges == flags[skip or 0 :]
         assert len(found) == len(edges) and (blocks is None or found == blocks[skip or 0 :])
 

@@ -277,20 +277,20 @@ _swizzle: Any = plgpu.SwizzleTransform
 
 @_inline(arg_types=(plgpu.RefType((_tiling((8, 32)), _swizzle(128))), _TILE))
 def store_woven(_, tile, x):
-    """Stores a float32 tile [64, 64] with its columns interwoven, see `unwoven`.
+    """Stores a float32 tile of 64 rows with its columns interwoven, see `unwoven`.
 
     In order, threads of different rows would store to the same banks, or select first which columns to begin with.
     """
-    warp, (row, _) = _of_thread(0)
+    (warp, (row, _)), eight_rows = _of_thread(0), 32 * x.shape[1]
     pair = arith.divui(_of_thread(1)[1][0], _c(2))
     odd, second = arith.andi(pair, _c(1)), arith.divui(pair, _c(2))
     chunk = arith.xori(arith.muli(odd, _c(4)), row)
-    start = _sum(arith.muli(warp, _c(4096)), arith.muli(row, _c(128)), arith.muli(second, _c(8)))
+    start = _sum(arith.muli(warp, _c(2 * eight_rows)), arith.muli(row, _c(128)), arith.muli(second, _c(8)))
     base, pointer = mgpu.utils.memref_ptr(tile), ir.Type.parse("!llvm.ptr<3>")
     starts = [_sum(start, arith.muli(arith.xori(chunk, _c(n)), _c(16))) for n in range(4)]
     for at, (row, column) in np.ndenumerate(_offsets(x.shape)):
         half, n = divmod(column // 8, 4)
-        offset = _sum(starts[n], _c(row * 256 + half * 1024))
+        offset = _sum(starts[n], _c(row // 8 * eight_rows + half * 1024))
         place = llvm.getelementptr(pointer, base, [offset], [-(2**31)], ir.IntegerType.get_signless(8), 0)
         llvm.store(x.registers[at], place)
 

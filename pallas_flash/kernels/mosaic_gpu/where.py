@@ -96,9 +96,9 @@ def tile(
     """Indices of a tile of scores, which reads arrays where they are for it.
 
     `place` is its batch entry and query head, `row` and `column` are the indices of its first ones, of queries and
-    keys, or transposed. What is read `ahead` it gets from there. With a `word` of shared memory, this warp group's, it
-    decides what is dropped under the products: 1.14 against 1.20 times the plain backward kernel, but in the forward
-    kernel, where warps wait as they issue products, 1.51 against 1.41.
+    keys, or transposed. What is read `ahead` it gets from there. With a `word` of shared memory, this warp group's,
+    what is dropped is decided under the products: faster in backward kernels, but not in the forward kernel, where
+    warps wait as they issue products (docs/performance.md).
     """
     b, head = place
 

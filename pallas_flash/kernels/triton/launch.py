@@ -340,7 +340,10 @@ def _sieve(words: tuple[Array, Array], bits: tuple[Array, Array, Array], bound: 
 
 _ONLY = "{ .reg .b32 h; prmt.b32 h, $2, $3, $4; and.b32 $0, $1, h; }", "=r,r,r,r,r,r", 2
 _ONLY_WIDE = "{ .reg .b32 h; prmt.b32 h, $2, $2, $3; and.b32 $0, $1, h; }", "=r,r,r,r", 1
-"""PTX, constraints and number of values: 0 where the highest bit of a byte is 0."""
+"""PTX, constraints and number of values: 0 where the highest bit of a byte is 0.
+
+Two values at once are neighbours along keys, or along queries in a transposed tile: of both it is the same byte.
+"""
 
 
 def _assembly(instructions: str, *args: ArrayLike) -> Array:
