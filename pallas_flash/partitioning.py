@@ -221,10 +221,14 @@ def split_up(operation: Operation, problem: Problem, *tensors: Array) -> list[Ar
         names = _of_types(call, arrays).names if AxisType.Explicit in kinds else frozenset()
         return _by_types(call, *arrays, names=names) if names else call.part(Split())(*arrays)
     if AxisType.Explicit in kinds or kinds == {AxisType.Manual, AxisType.Auto}:
-        return varying.unchecked(_mappable(_by_types, call))(*arrays)
-    if kinds == {AxisType.Manual}:
-        return varying.unchecked(call.part(Split()))(*arrays)
-    return _mappable(_by_compiler, call)(*arrays)
+        found = varying.unchecked(_mappable(_by_types, call))(*arrays)
+    elif kinds == {AxisType.Manual}:
+        found = varying.unchecked(call.part(Split()))(*arrays)
+    else:
+        found = _mappable(_by_compiler, call)(*arrays)
+    # Without it, XLA runs a Mosaic kernel twice in a scan that saves its results, once into the stack of them, and once
+    # for other uses (openxla/xla#45799; jaxlib 0.11.2). Each its own: those that nobody asks for are dropped.
+    return [lax.optimization_barrier(x) for x in found]
 
 
 def _mesh(x: Array) -> Any:
