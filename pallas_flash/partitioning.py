@@ -216,16 +216,19 @@ D_SCORE = Operation(_d_score, _OF_GRADIENTS, _score_axes)
 def split_up(operation: Operation, problem: Problem, *tensors: Array) -> list[Array]:
     """The results of an operation, of which each device computes those of its batch entries and heads."""
     call, arrays = operation.call(problem), (*jax.tree.leaves(problem), *tensors)
-    mesh = _mesh(tensors[0])
-    kinds, has_kernels = set(mesh.axis_types), dispatch.chosen(problem).backward is not None
+    kinds, has_kernels = set(_mesh(tensors[0]).axis_types), dispatch.chosen(problem).backward is not None
     if not has_kernels:  # the compiler splits it, if types do not
-        split = _of_types(call, arrays) if AxisType.Explicit in kinds else Split()
-        return (_by_types(call, mesh, split, split.names) if split else call.part(split))(*arrays)
+        names = _of_types(call, arrays).names if AxisType.Explicit in kinds else frozenset()
+        return _by_types(call, *arrays, names=names) if names else call.part(Split())(*arrays)
     if AxisType.Explicit in kinds or kinds == {AxisType.Manual, AxisType.Auto}:
-        return varying.unchecked(_by_types(call, mesh, _of_types(call, arrays)))(*arrays)
-    if kinds == {AxisType.Manual}:
-        return varying.unchecked(call.part(Split()))(*arrays)
-    return _by_compiler(call, arrays)
+        found = varying.unchecked(_mappable(_by_types, call))(*arrays)
+    elif kinds == {AxisType.Manual}:
+        found = varying.unchecked(call.part(Split()))(*arrays)
+    else:
+        found = _mappable(_by_compiler, call)(*arrays)
+    # Without it, XLA runs a Mosaic kernel twice in a scan that saves its results, once into the stack of them, and once
+    # for other uses (openxla/xla#45799; jaxlib 0.11.2). Each its own: those that nobody asks for are dropped.
+    return [lax.optimization_barrier(x) for x in found]
 
 
 def _mesh(x: Array) -> Any:
@@ -234,22 +237,23 @@ def _mesh(x: Array) -> Any:
     return jax.typeof(x).sharding.mesh if mesh.empty else mesh
 
 
-def _by_compiler(call: Call, arrays: Sequence[Array]) -> list[Array]:
-    """As the compiler finds the arrays sharded; the operation cannot be differentiated."""
+def _mappable(way: Callable[..., list[Array]], call: Call) -> Callable[..., list[Array]]:
+    """The way of a call and its arrays; under `vmap`, of one with one more axis. It cannot be differentiated."""
 
     @jax.custom_batching.custom_vmap
-    def run(*arrays):
-        return _partitioned(call)(*arrays)
+    def run(*arrays: Array) -> list[Array]:
+        return way(call, *arrays)
 
     @run.def_vmap
-    def _(size: int, batched: Sequence[bool], *arrays):
-        found = _by_compiler(call.mapped(size, batched), arrays)
+    def _(size: int, batched: Sequence[bool], *arrays: Array):
+        found = _mappable(way, call.mapped(size, batched))(*arrays)
         return found, [True] * len(found)
 
-    return run(*arrays)
+    return run
 
 
-def _partitioned(call: Call) -> Callable[..., list[Array]]:
+def _by_compiler(call: Call, *arrays: Array) -> list[Array]:
+    """As the compiler finds the arrays sharded."""
     device = jax.sharding.AbstractMesh((), (), abstract_device=jax.sharding.get_abstract_mesh().abstract_device)
 
     def partition(mesh, operands, results):
@@ -271,15 +275,17 @@ def _partitioned(call: Call) -> Callable[..., list[Array]]:
     whole = custom_partitioning(call.part(Split()))
     rule, not_cut = call.rule()
     whole.def_partition(partition, sharding_rule=rule, need_replication_factors=not_cut)
-    return whole
+    return whole(*arrays)
 
 
-def _by_types(call: Call, mesh, split: Split, names: frozenset[str] = frozenset()) -> Callable[..., list[Array]]:
+def _by_types(call: Call, *arrays: Array, names: frozenset[str] = frozenset()) -> list[Array]:
     """As the arrays' types are, which `typed` made them; over mesh axes of these names, or all that JAX lets."""
-    specs = [[split.spec(names) for names in side] for side in (call.operands, call.results)]
+    mesh, split = _mesh(arrays[-1]), _of_types(call, arrays)
+    specs = [[split.spec(axes) for axes in side] for side in (call.operands, call.results)]
+    part = call.part(split)
     return jax.shard_map(
-        call.part(split), mesh=mesh, in_specs=tuple(specs[0]), out_specs=specs[1], axis_names=names, check_vma=False
-    )
+        part, mesh=mesh, in_specs=tuple(specs[0]), out_specs=specs[1], axis_names=names, check_vma=False
+    )(*arrays)
 
 
 def _of_types(call: Call, arrays: Sequence[Array]) -> Split:

@@ -16,7 +16,7 @@ import pytest
 from test_compiled import GPUS, ROOT, SITE, missing
 
 COLLECTIVE = re.compile(r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
-WAYS = ("jit", "types", "shard_map", "vmap")
+WAYS = ("jit", "types", "shard_map", "vmap", "vmap in types", "layers")
 KERNELS = {"triton": {"__gpu$xla.gpu.triton": 3}, "mosaic_gpu": {"mosaic_gpu_v2": 2}}
 """Forward and backward are as many custom calls."""
 
@@ -35,23 +35,34 @@ def compile_here(devices: int) -> dict:
     from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from pallas_flash import flash_attention
+    from pallas_flash import RESIDUAL_NAMES, flash_attention
 
     there = get_topology_desc(
         "h200", "cuda", target_config=GPUS["H200"].description(), topology=f"1x1x{devices}"
     ).devices
     absent = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", None, platform="cuda"))
 
+    def layers(attention, query, key, value):
+        """Three, rematerialised but for the residuals: each kernel still runs once."""
+
+        def layer(query, dropout_key):
+            return query + attention(query, key, value, dropout_rate=0.1, dropout_key=dropout_key), None
+
+        layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES))
+        return jax.lax.scan(layer, query, np.arange(6, dtype=np.uint32).reshape(3, 2))[0]
+
     def compiled(way: str, implementation: str) -> str:
-        kind = AxisType.Explicit if way == "types" else AxisType.Auto
+        kind = AxisType.Explicit if "types" in way else AxisType.Auto
         mesh = Mesh(np.array(there).reshape(2, devices // 2), ("data", "model"), axis_types=(kind, kind))
-        lead = (None,) if way == "vmap" else ()
-        cut = NamedSharding(mesh, P(*lead, "data", None, "model", None))
-        args = [jax.ShapeDtypeStruct((2,) * len(lead) + (4, 256, n, 64), "bfloat16", sharding=cut) for n in (8, 4, 4)]
+        lead = {"vmap": (None, "data"), "vmap in types": ("data", None)}.get(way, ("data",))
+        cut = NamedSharding(mesh, P(*lead, None, "model", None))
+        args = [jax.ShapeDtypeStruct((*(2, 4)[-len(lead) :], 256, n, 64), "bfloat16", sharding=cut) for n in (8, 4, 4)]
         attention = functools.partial(flash_attention, is_causal=True, implementation=implementation)
+        if way == "layers":
+            attention = functools.partial(layers, attention)
         if way == "shard_map":
             attention = jax.shard_map(attention, mesh=mesh, in_specs=cut.spec, out_specs=cut.spec)
-        attention = jax.vmap(attention) if way == "vmap" else attention
+        attention = jax.vmap(attention) if "vmap" in way else attention
 
         def run(query, key, value):
             out, vjp = jax.vjp(attention, query, key, value)

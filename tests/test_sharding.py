@@ -12,7 +12,15 @@ from jax.sharding import PartitionSpec as P
 from test_attention import IMPLEMENTATIONS
 from test_transforms import assert_close
 
-from pallas_flash import MaskModifier, ScoreModifier, block_mask, explain, flash_attention, flash_attention_varlen
+from pallas_flash import (
+    RESIDUAL_NAMES,
+    MaskModifier,
+    ScoreModifier,
+    block_mask,
+    explain,
+    flash_attention,
+    flash_attention_varlen,
+)
 from pallas_flash.testing import tolerance
 
 B, T, S, N, K, H = 4, 20, 24, 8, 4, 16
@@ -223,22 +231,34 @@ def test_explain_tells_of_key_heads():
     assert told in str(explanation)
 
 
-@every_kind
+@pytest.mark.parametrize(
+    ("kind", "cut"),
+    [(AxisType.Auto, "M"), (AxisType.Explicit, "M"), (AxisType.Explicit, "B")],
+    ids=["Auto-mapped", "Explicit-mapped", "Explicit-batch"],
+)
 @every_implementation
-def test_under_vmap(implementation, kind):
-    """The mapped axis is whole or, unless it is in types, cut; keys in common have the sum of gradients."""
-    axes = {"query": "1BTNH", "key": "BSKH", "value": "1BSKH"}
-    x = drawn(axes) | {"query": drawn({"q": "MBTNH"}, M=2)["q"], "value": drawn({"v": "MBSKH"}, M=2)["v"]}
-    do = drawn({"do": "MBTNH"}, M=2)
+def test_under_vmap(implementation, kind, cut):
+    """The mapped axis is cut, or whole and the batch is; what is in common has the sum of gradients."""
+    tensors = {"query": "MBTNH", "key": "BSKH", "value": "MBSKH"}
+    axes = tensors | {"lengths": "MB", "dropout key": "MD"}
+    more = {
+        "lengths": np.array([arrays()["lengths"], [9, 24, 3, 20]]),
+        "dropout key": np.array([[7, 11], [3, 5]], "u4"),
+    }
+    x, do = drawn(tensors, M=2) | more, drawn({"do": "MBTNH"}, M=2)
 
     def attention(x, **options):
-        mapped = jax.vmap(functools.partial(plain, **options), ({"query": 0, "key": None, "value": 0},))
-        return mapped({name: x[name] for name in axes})
+        def entry(x):
+            masked = dict(key_value_seq_lengths=x["lengths"], dropout_rate=0.2, dropout_key=x["dropout key"])
+            return plain(x, **masked, **options)
 
-    over = OVER if kind == AxisType.Explicit else {"1": "data", "M": "data", "N": "model", "K": "model"}
+        return jax.vmap(entry, ({name: 0 if axes[name][0] == "M" else None for name in x},))(x)
+
+    over = {cut: "data", "N": "model", "K": "model"}
     sharded = put(mesh(kind), x, axes, over), put(mesh(kind), do, {"do": "MBTNH"}, over)["do"]
-    found = check(gradients(attention, list(axes), implementation), x, do["do"], *sharded)
-    assert found == ({} if kind == AxisType.Explicit else {"all-reduce": 1})  # of the keys' gradients
+    found = check(gradients(attention, list(tensors), implementation), x, do["do"], *sharded)
+    if implementation != "xla" or kind == AxisType.Explicit:  # else it asks all devices which keys any needs
+        assert found == ({"all-reduce": 1} if cut == "M" else {})  # of the keys' gradients
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -283,6 +303,64 @@ def test_in_shard_map_over_some_axes():
     sharded = put(mesh(AxisType.Auto), x, TENSORS), put(mesh(AxisType.Auto), do, DO)["do"]
     run, on_one = (gradients(f, list(TENSORS), "triton") for f in (mapped, plain))
     assert check(run, x, do["do"], *sharded, on_one).keys() == {"all-gather"}
+
+
+LAYERS = 3
+
+
+def layers(x: dict, saves: bool = True, **options):
+    """In a scan, with dropout; each rematerialised but for what our residual names keep, or not at all."""
+
+    def layer(query, key):
+        return query + plain(x | {"query": query}, dropout_rate=0.2, dropout_key=key.reshape(2), **options), None
+
+    policy = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
+    return jax.lax.scan(jax.checkpoint(layer, policy=policy) if saves else layer, x["query"], x["dropout keys"])[0]
+
+
+def layered(data: int, model: int) -> dict:
+    """Arrays for the layers, with dropout keys for each of data x model devices."""
+    return drawn(TENSORS) | {
+        "dropout keys": np.arange(LAYERS * data * model * 2, dtype="u4").reshape(-1, data, model, 2)
+    }
+
+
+def part(array: np.ndarray, letters: str, parts: tuple[int, int], place: tuple[int, ...]) -> np.ndarray:
+    """What one of data x model devices has of an array; a view."""
+    cut = {"B": (parts[0], place[0]), "N": (parts[1], place[1]), "K": (parts[1], place[1])}
+    of_axes = [(n, *cut.get(letter, (1, 0))) for n, letter in zip(array.shape, letters, strict=True)]
+    return array[tuple(slice(i * n // count, (i + 1) * n // count) for n, count, i in of_axes)]
+
+
+@functools.cache
+def layers_on_one(*parts: int) -> dict:
+    """What the part of each of data x model devices gives by itself, with XLA's implementation and no `checkpoint`."""
+    run = gradients(functools.partial(layers, saves=False), list(TENSORS), "xla")
+    x, do, axes = layered(*parts), drawn(DO)["do"], TENSORS | {"dropout keys": "LBN2", "out": "BTNH"}
+    whole = {name: np.zeros_like(x[name]) for name in TENSORS} | {"out": np.zeros_like(do)}
+    for place in np.ndindex(*parts):
+        own = {name: part(array, axes[name], parts, place) for name, array in x.items()}
+        for name, array in run(own, part(do, "BTNH", parts, place)).items():
+            part(whole[name], axes[name], parts, place)[:] = array
+    return whole
+
+
+@pytest.mark.parametrize("way", ["Auto", "Explicit", "shard_map"])
+@every_implementation
+def test_scan_over_rematerialised_layers(implementation, way):
+    """Gradients are those without sharding and `checkpoint`, with dropout; no layer has a collective."""
+    parts, axes = ((2, 4), "LBN2") if way == "shard_map" else ((1, 1), "L")
+    x, axes = layered(*parts), TENSORS | {"dropout keys": axes}
+    across = mesh(AxisType.Explicit if way == "Explicit" else AxisType.Auto)
+
+    def mapped(x, **options):
+        specs = {name: spec(axes[name]) for name in x}
+        inner = functools.partial(layers, **options)
+        return jax.shard_map(inner, mesh=across, in_specs=(specs,), out_specs=spec("BTNH"))(x)
+
+    sharded = put(across, x, axes), put(across, drawn(DO), DO)["do"]
+    run = gradients(mapped if way == "shard_map" else layers, list(TENSORS), implementation)
+    assert check(run, x, None, *sharded, lambda *_: layers_on_one(*parts)) == {}
 
 
 def test_second_batch_axis_in_types():
