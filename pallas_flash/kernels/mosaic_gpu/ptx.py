@@ -281,26 +281,25 @@ def store_woven(_, tile, x):
 
     In order, threads of different rows would store to the same banks, or select first which columns to begin with.
     """
-    (warp, (row, _)), eight_rows = _of_thread(0), 32 * x.shape[1]
+    warp, (row, _) = _of_thread(0)
+    eight_rows = 8 * 4 * x.shape[1]  # bytes
     pair = arith.divui(_of_thread(1)[1][0], _c(2))
     odd, second = arith.andi(pair, _c(1)), arith.divui(pair, _c(2))
     chunk = arith.xori(arith.muli(odd, _c(4)), row)
     start = _sum(arith.muli(warp, _c(2 * eight_rows)), arith.muli(row, _c(128)), arith.muli(second, _c(8)))
     base, pointer = mgpu.utils.memref_ptr(tile), ir.Type.parse("!llvm.ptr<3>")
     starts = [_sum(start, arith.muli(arith.xori(chunk, _c(n)), _c(16))) for n in range(4)]
-    for at, (row, column) in np.ndenumerate(_offsets(x.shape)):
+    for at, (rows, column) in np.ndenumerate(_offsets(x.shape)):
         half, n = divmod(column // 8, 4)
-        offset = _sum(starts[n], _c(row // 8 * eight_rows + half * 1024))
+        offset = _sum(starts[n], _c(rows // 8 * eight_rows + half * 1024))
         place = llvm.getelementptr(pointer, base, [offset], [-(2**31)], ir.IntegerType.get_signless(8), 0)
         llvm.store(x.registers[at], place)
 
 
 def unwoven(x: Array) -> Array:
     """An array [..., columns] whose every 64 columns `store_woven` interwove, in order."""
-    halves, odd, eights, second, pairs = range(-5, 0)
-    parts = x.reshape(*x.shape[:-1], -1, 2, 2, 4, 2, 2)
-    order = [*range(x.ndim), *(n + parts.ndim for n in (halves, eights, second, odd, pairs))]
-    return jnp.transpose(parts, order).reshape(x.shape)
+    halves_odd_chunks_second_pairs = x.reshape(*x.shape[:-1], -1, 2, 2, 4, 2, 2)
+    return jnp.moveaxis(halves_odd_chunks_second_pairs, -4, -2).reshape(x.shape)
 
 
 def _sum(*terms):
