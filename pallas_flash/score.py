@@ -170,10 +170,10 @@ class Alibi:
     shift: int
 
     def __call__(self, score: Array, tile: Tile, slopes: Array, *moved: Array) -> Array:
-        query, key = tile.floats()
+        distances = tile.distances()
         for move in (self.shift, *moved):
-            query = query if isinstance(move, int) and move == 0 else query + jnp.float32(move)
-        return score - slopes * jnp.abs(query - key)
+            distances = distances if isinstance(move, int) and move == 0 else distances + jnp.float32(move)
+        return score - slopes * jnp.abs(distances)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,9 +38,9 @@ class Tile(NamedTuple):
         q_axis = int(transposed)
         return cls(q_start + indices(block_q, q_axis), k_start + indices(block_k, 1 - q_axis))
 
-    def floats(self) -> tuple[Array, Array]:
-        """float32 indices of queries and keys, exact below 2²⁴."""
-        return self.q_ids.astype(jnp.float32), self.k_ids.astype(jnp.float32)
+    def distances(self) -> Array:
+        """Index of the query minus that of the key, of each score: float32, exact below 2²⁴."""
+        return (self.q_ids - self.k_ids).astype(jnp.float32)
 
     def groups(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """uint32: which 16 queries an index lies in, its three lowest bits and bit 3; which 32 keys, … bits 3 and 4."""

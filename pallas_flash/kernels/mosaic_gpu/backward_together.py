@@ -69,7 +69,7 @@ def flash_backward(
         pipeline.of_each_block(heads, visit, take)
 
     def consume(w: int):
-        own = pl.ds(w * GROUP_ROWS, GROUP_ROWS)
+        own = pipeline.part(w, GROUP_ROWS)
         k, v = kv_ring.wait(0)
         pipeline.scrub_rows(mask, b, i, first + w * GROUP_ROWS, k.at[own])
         sums = (GROUP_ROWS, problem.H), (GROUP_ROWS, problem.Hv)
@@ -80,7 +80,7 @@ def flash_backward(
         pipeline.send((dk, k.at[own], dk_ref.at[b, rows, kv_head]), (dv, v.at[own], dv_ref.at[b, rows, kv_head]))
 
     def stream(w: int, dk, dv) -> tuple[Array, Array]:
-        own, own_first = pl.ds(w * GROUP_ROWS, GROUP_ROWS), first + w * GROUP_ROWS
+        own, own_first = pipeline.part(w, GROUP_ROWS), first + w * GROUP_ROWS
         dq_rows, dq_columns = _part(problem, block_q, w)
 
         def step(t, edge: bool, u, head, seen):
@@ -161,5 +161,5 @@ def together(problem: Problem, blocks: MosaicBlocks, tensors: tuple[Array, ...])
 def _part(problem: Problem, block_q: int, w: int) -> tuple[Any, Any]:
     """What consumer w computes of a block of dq: of 128 queries half the rows, else half the columns."""
     if block_q > GROUP_ROWS:
-        return pl.ds(w * GROUP_ROWS, GROUP_ROWS), pl.ds(0, problem.H)
-    return pl.ds(0, block_q), pl.ds(w * problem.H // CONSUMERS, problem.H // CONSUMERS)
+        return pipeline.part(w, GROUP_ROWS), pl.ds(0, problem.H)
+    return pl.ds(0, block_q), pipeline.part(w, problem.H // CONSUMERS)

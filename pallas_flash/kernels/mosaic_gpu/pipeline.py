@@ -126,39 +126,42 @@ class Turns:
     def __init__(self, consumers: int):
         self.consumers = consumers
 
-    def open(self, w: int) -> None:
-        if self.consumers > 1 and w == self.consumers - 1:
-            ptx.named_barrier("arrive", 0)
+    def open(self, w) -> None:
+        if self.consumers > 1:
+            pl.when(w == self.consumers - 1)(lambda: ptx.named_barrier("arrive", 0))
 
-    def begin(self, w: int) -> None:
+    def begin(self, w) -> None:
         if self.consumers > 1:
             ptx.named_barrier("sync", w)
 
-    def end(self, w: int) -> None:
+    def end(self, w) -> None:
         if self.consumers > 1:
-            ptx.named_barrier("arrive", (w + 1) % self.consumers)
+            ptx.named_barrier("arrive", lax.rem(w + 1, jnp.int32(self.consumers)))
 
-    def close(self, w: int) -> None:
-        if self.consumers > 1 and w == 0:
-            ptx.named_barrier("sync", 0)  # takes the last consumer's last turn
+    def close(self, w) -> None:
+        if self.consumers > 1:  # the first takes the last one's last turn
+            pl.when(w == 0)(lambda: ptx.named_barrier("sync", 0))
 
 
 def roles(consumers: int, produce: Callable[[], None], consume: Callable[[int], None]) -> None:
-    """Runs the producer and the consumers, each with its share of the registers and its own code."""
+    """Runs the producer and the consumers, each with its share of the registers."""
     most, least = REGISTERS[consumers]
-    group = lax.axis_index(GROUP)
+    group = ptx.first_lane(lax.axis_index(GROUP))
 
     @pl.when(group == consumers)
     def _():
         plgpu.set_max_registers(least, action="decrease")
         produce()
 
-    for w in range(consumers):
+    @pl.when(group < consumers)
+    def _():
+        plgpu.set_max_registers(most, action="increase")
+        consume(group)
 
-        @pl.when(group == w)
-        def _(w=w):
-            plgpu.set_max_registers(most, action="increase")
-            consume(w)
+
+def part(w, size: int) -> Any:
+    """The share of consumer w in a tile: so many rows, or columns."""
+    return pl.ds(w * size if isinstance(w, int) else pl.multiple_of(w * size, size), size)
 
 
 def by_warp(*jobs: Callable[[], None]) -> None:

@@ -19,15 +19,15 @@ _TILE: Any = plgpu.Layout.WGMMA
 _inline: Any = plgpu.inline_mgpu
 
 
-def named_barrier(operation: str, number: int, threads: int = 256) -> None:
+def named_barrier(operation: str, number, threads: int = 256) -> None:
     """`sync` waits for, `arrive` announces to, the others of so many threads; by default of two warp groups."""
 
-    @_inline()
-    def emit(_):
-        code = f"bar.{operation} {_FIRST_NAMED_BARRIER + number}, {threads};"
-        mgpu.utils.inline_ptx(code, has_side_effects=True, convergent=True)
+    @_inline(arg_types=(_SCALAR,))
+    def emit(_, number):
+        code = f"bar.{operation} $0, {threads};"
+        mgpu.utils.inline_ptx(code, number.registers.item(), has_side_effects=True, convergent=True)
 
-    emit()
+    emit(jnp.int32(_FIRST_NAMED_BARRIER) + number)
 
 
 @_inline()
@@ -97,8 +97,8 @@ def _elements(values) -> list:
     return [vector.extract(values, **at) for at in static[: values.type.shape[0]]]
 
 
-def groups(size: int, shape: tuple[int, int], axis: int, start) -> tuple[Array, ...]:
-    """uint32: which `size` (16 or 32) of the indices from `start` on, a multiple of it, and their three lowest bits.
+def groups(size: int, shape: tuple[int, int], axis: int, starts: tuple) -> tuple[Array, ...]:
+    """uint32: which `size` (16 or 32) of the indices along an axis, from a multiple of it on, and their lowest three bits.
 
     Written out by registers, so that LLVM sees which of a thread's are the same, as it does not of sums.
     """
@@ -116,28 +116,51 @@ def groups(size: int, shape: tuple[int, int], axis: int, start) -> tuple[Array, 
                 array[at] = vector.from_elements(ir.VectorType.get((2,), pair[0].type), pair)
         return [mgpu.FragmentedArray(_registers=x, _layout=_TILE.to_mgpu(), _is_signed=False) for x in arrays]
 
-    return written(start)
+    return written(starts[axis])
 
 
-def indices(dtype, shape: tuple[int, int], axis: int, start) -> Array:
-    """Indices from `start` on along an axis of a tile, int32 or float32: sums of a thread's first one and constants."""
+def indices(shape: tuple[int, int], axis: int, starts: tuple) -> Array:
+    """int32 indices along an axis of a tile, by its first row and column: sums of a thread's first one and constants."""
 
-    @_inline(arg_types=(_SCALAR,), return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=_TILE))
+    @_inline(arg_types=(_SCALAR,), return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=_TILE))
     def written(_, start):
-        warp, low = _of_thread(axis)
-        first = arith.addi(start.registers.item(), arith.muli(warp, _c(16)))
-        firsts, add = [arith.addi(first, of_lane) for of_lane in low], arith.addi
-        if dtype == jnp.float32:
-            firsts, add = [arith.sitofp(ir.F32Type.get(), x) for x in firsts], arith.addf
-        offsets = _offsets(shape)
-        registers = np.empty_like(offsets)
-        for at, offset in np.ndenumerate(offsets):
-            pair = [add(x, mgpu.utils.c(offset[axis], x.type)) for x in firsts]
-            registers[at] = vector.from_elements(ir.VectorType.get((2,), pair[0].type), pair)
-        is_signed = None if dtype == jnp.float32 else True
-        return mgpu.FragmentedArray(_registers=registers, _layout=_TILE.to_mgpu(), _is_signed=is_signed)
+        return _spread(_firsts(axis, start), arith.addi, shape, lambda offset: offset[axis])
 
-    return written(start)
+    return written(starts[axis])
+
+
+def distances(shape: tuple[int, int], axis: int, starts: tuple) -> Array:
+    """float32 indices along an axis of a tile minus those along the other.
+
+    Written out by registers, as sums of a thread's first one and constants, so that LLVM computes equal ones once: of a
+    thread's 64 there are 34.
+    """
+
+    @_inline(arg_types=(_SCALAR,) * 2, return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=_TILE))
+    def written(_, *starts):
+        pairs = zip(_firsts(axis, starts[axis]), _firsts(1 - axis, starts[1 - axis]), strict=True)
+        firsts = [arith.sitofp(ir.F32Type.get(), arith.subi(along, across)) for along, across in pairs]
+        return _spread(firsts, arith.addf, shape, lambda offset: offset[axis] - offset[1 - axis])
+
+    return written(*starts)
+
+
+def _firsts(axis: int, start) -> list:
+    """Indices along an axis of the values of a thread's first register."""
+    warp, low = _of_thread(axis)
+    first = arith.addi(start.registers.item(), arith.muli(warp, _c(16)))
+    return [arith.addi(first, of_lane) for of_lane in low]
+
+
+def _spread(firsts: list, add, shape: tuple[int, int], constant) -> mgpu.FragmentedArray:
+    """A tile of the values of a thread's first register plus a constant of each register's row and column."""
+    offsets, number = _offsets(shape), firsts[0].type
+    registers = np.empty_like(offsets)
+    for at, offset in np.ndenumerate(offsets):
+        pair = [add(x, mgpu.utils.c(constant(offset), number)) for x in firsts]
+        registers[at] = vector.from_elements(ir.VectorType.get((2,), number), pair)
+    is_signed = True if add is arith.addi else None
+    return mgpu.FragmentedArray(_registers=registers, _layout=_TILE.to_mgpu(), _is_signed=is_signed)
 
 
 def _of_thread(axis: int) -> tuple[Any, list]:

@@ -19,28 +19,24 @@ from pallas_flash.tile import Tile
 FAST = Elementary(sums=ptx.sums, constant=lambda x: x, tanh=differentiable(jnp.tanh), product=ptx.product)
 """The plain functions: with `approx_math` they become the GPU's, fused."""
 
-_INTEGERS, _FLOATS = (functools.partial(ptx.indices, dtype) for dtype in (jnp.int32, jnp.float32))
-"""How indices are made, with pinned layouts: for those that a user's function does not use Mosaic would search one."""
-
-
 class _Tile(Tile):
     """A tile whose indices are made as they are asked for; functions of how that is done are stored in their place."""
 
     @property
     def q_ids(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._made(0, _INTEGERS)
+        return self._made(0, ptx.indices)
 
     @property
     def k_ids(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._made(1, _INTEGERS)
+        return self._made(1, ptx.indices)
 
     def groups(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Without the bits by which scores of a group differ: they decide on registers, not on numbers."""
         q, k = (self._made(axis, functools.partial(ptx.groups, size)) for axis, size in ((0, 16), (1, 32)))
         return (*q, None), (*k, None, None)
 
-    def floats(self) -> tuple[Array, Array]:
-        return self._made(0, _FLOATS), self._made(1, _FLOATS)
+    def distances(self) -> Array:
+        return self._made(0, ptx.distances)
 
     def _made(self, axis: int, how: Callable) -> Any:
         make: Any = self[axis]
@@ -106,7 +102,7 @@ def tile(
         return ptx.sieve(word, transposed, words, margin(bound))
 
     def along_axis(axis: int) -> Any:
-        return lambda how: how(shape, axis, (row, column)[axis])
+        return lambda how: how(shape, axis, (row, column))
 
     def read(ref) -> Array:
         if (part := ahead(ref)) is not None:
