@@ -45,7 +45,7 @@ DV = Gradient("flash_dv", by_query=False, of_scores=False)
 
 def flash_alone(
     q_ref, k_ref, v_ref, do_ref, vectors_ref, out_ref, *, q_ring: Ring, k_ring: Ring, v_ring: Ring, do_ring: Ring,
-    words, gradient: Gradient, problem: Problem, grid: Grid, blocks: MosaicBlocks,
+    words, gradient: Gradient, parts: int, problem: Problem, grid: Grid, blocks: MosaicBlocks,
 ):  # fmt: skip
     """Kernel body: a tile of rows of one gradient. a·cᵀ are scores, b·dᵀ cotangents of probabilities; a and b stay."""
     by_query, of_scores = gradient.by_query, gradient.of_scores
@@ -53,8 +53,8 @@ def flash_alone(
     a, b, c, d = (q, do, k, v) if by_query else (k, v, q, do)
     rows, columns = _sides(gradient, blocks)
     consumers = rows // GROUP_ROWS
-    batch, head, i = pipeline.place(grid)
-    heads = (head, 1) if by_query else pipeline.group(problem, head)
+    batch, number, i = pipeline.place(grid)
+    head, heads = (number, (number, 1)) if by_query else pipeline.part(problem, parts, number)
     first = i * rows
     mask = launch.bounded(problem, blocks.block_k)
     size = problem.S if by_query else problem.T
@@ -92,9 +92,9 @@ def flash_alone(
         turns.end(w)
         turns.close(w)
         by = problem.any_scale * (1 if by_query else sign) if of_scores else problem.gain
-        (tile, *_) = {DQ: q_ring, DK: k_ring, DV: v_ring}[gradient].at(w)
-        own = out_ref.at[batch, pl.ds(first + w * GROUP_ROWS, GROUP_ROWS), head]
-        pipeline.send(((total * by).astype(problem.dtype), tile, own))
+        (tile, *_) = {DQ: q_ring, DK: k_ring, DV: v_ring}[gradient].at(w) if parts == 1 else (None,)
+        own = out_ref.at[batch, pl.ds(first + w * GROUP_ROWS, GROUP_ROWS), number]
+        pipeline.send(((total * by).astype(out_ref.dtype), tile, own))
 
     def stream(w: int, of_rows, total) -> Array:
         of_row = [pipeline.by_row(of_rows[0].at[n], (GROUP_ROWS, columns)) for n in range(2)] if of_rows else None
@@ -141,13 +141,15 @@ def _sides(gradient: Gradient, blocks: MosaicBlocks) -> tuple[int, int]:
 def alone(gradient: Gradient, problem: Problem, blocks: MosaicBlocks, tensors: tuple[Array, ...]) -> Array:
     """One gradient, of tensors q, k, v, do and the queries' vectors as the kernels see them."""
     like = tensors[(DQ, DK, DV).index(gradient)]
-    out = jax.ShapeDtypeStruct(like.shape, like.dtype)
     rows, columns = _sides(gradient, blocks)
     by_query = gradient.by_query
+    tiles = pl.cdiv(like.shape[1], rows)
+    parts = 1 if by_query else launch.parts(problem, tiles)
+    out = launch.partial_sum(like, parts, rows)
     problem = lists.listed(problem, blocks.block_q, blocks.block_k, by_query, swapped=not by_query)
     consumers, dtype = rows // GROUP_ROWS, tensors[0].dtype
     mask = problem.mask if by_query else problem.mask.T
-    grid = Grid.of(problem.B, out.shape[2], pl.cdiv(out.shape[1], rows), blocks.head_group, mask)
+    grid = Grid.of(problem.B, out.shape[2], tiles, blocks.head_group, mask)
 
     def ring(width: int, stays: bool, stages: int, vectors: bool = False) -> Ring:
         slots, length = (consumers, GROUP_ROWS) if stays else (stages, columns)
@@ -161,5 +163,6 @@ def alone(gradient: Gradient, problem: Problem, blocks: MosaicBlocks, tensors: t
         do_ring=ring(problem.Hv, by_query, blocks.num_stages),
         words=pipeline.vectors(consumers, 4),
     )
-    kernel = functools.partial(flash_alone, gradient=gradient)
-    return launch.call(kernel, gradient.name, problem, grid, blocks, consumers, scratch, tensors, (out,))[0]
+    kernel = functools.partial(flash_alone, gradient=gradient, parts=parts)
+    (found,) = launch.call(kernel, gradient.name, problem, grid, blocks, consumers, scratch, tensors, (out,))
+    return launch.total(found, parts)

@@ -28,13 +28,13 @@ CONSUMERS = 2
 
 def flash_backward(
     q_ref, k_ref, v_ref, do_ref, vectors_ref, dq_ref, *counters_and_outputs, q_ring: Ring, do_ring: Ring, kv_ring: Ring,
-    dq_tiles, ds_tiles, words, problem: Problem, grid: Grid, blocks: MosaicBlocks,
+    dq_tiles, ds_tiles, words, parts: int, problem: Problem, grid: Grid, blocks: MosaicBlocks,
 ):  # fmt: skip
-    """Kernel body: dk and dv of one tile of keys, summed over a group of query heads; dq is added to `dq_ref`."""
+    """Kernel body: dk and dv of one tile of keys, summed over part of a group of query heads; dq is added to `dq_ref`."""
     *counters, dk_ref, dv_ref = counters_and_outputs
     block_q, block_k = blocks.block_q, blocks.block_k
-    b, kv_head, i = pipeline.place(grid)
-    heads = pipeline.group(problem, kv_head)
+    b, number, i = pipeline.place(grid)
+    kv_head, heads = pipeline.part(problem, parts, number)
     first = i * block_k
     mask = launch.bounded(problem, block_k)
     sign, c = softmax.base2(problem.any_scale)
@@ -69,18 +69,20 @@ def flash_backward(
         pipeline.of_each_block(heads, visit, take)
 
     def consume(w: int):
-        own = pipeline.part(w, GROUP_ROWS)
+        own = pipeline.share(w, GROUP_ROWS)
         k, v = kv_ring.wait(0)
         pipeline.scrub_rows(mask, b, i, first + w * GROUP_ROWS, k.at[own])
         sums = (GROUP_ROWS, problem.H), (GROUP_ROWS, problem.Hv)
         dk, dv = pipeline.accumulate(lambda dk, dv: stream(w, dk, dv), *sums)
         pipeline.meet()  # the other consumer's last product may still read all of k
-        dk, dv = ((x * by).astype(problem.dtype) for x, by in ((dk, problem.any_scale * sign), (dv, problem.gain)))
-        rows = pl.ds(first + w * GROUP_ROWS, GROUP_ROWS)
-        pipeline.send((dk, k.at[own], dk_ref.at[b, rows, kv_head]), (dv, v.at[own], dv_ref.at[b, rows, kv_head]))
+        rows, sums = pl.ds(first + w * GROUP_ROWS, GROUP_ROWS), []
+        for total, by, tile, out in ((dk, problem.any_scale * sign, k, dk_ref), (dv, problem.gain, v, dv_ref)):
+            total = (total * by).astype(out.dtype)
+            sums.append((total, tile.at[own] if parts == 1 else None, out.at[b, rows, number]))
+        pipeline.send(*sums)
 
     def stream(w: int, dk, dv) -> tuple[Array, Array]:
-        own, own_first = pipeline.part(w, GROUP_ROWS), first + w * GROUP_ROWS
+        own, own_first = pipeline.share(w, GROUP_ROWS), first + w * GROUP_ROWS
         dq_rows, dq_columns = _part(problem, block_q, w)
 
         def step(t, edge: bool, u, head, seen):
@@ -133,7 +135,9 @@ def together(problem: Problem, blocks: MosaicBlocks, tensors: tuple[Array, ...])
     block_q, block_k, stages = blocks.block_q, blocks.block_k, blocks.num_stages
     problem = lists.listed(problem, block_q, block_k, by_query=False, swapped=True)
     H, Hv, dtype = problem.H, problem.Hv, tensors[0].dtype
-    grid = Grid.of(problem.B, problem.K, pl.cdiv(problem.S, block_k), blocks.head_group, problem.mask.T)
+    tiles_k = pl.cdiv(problem.S, block_k)
+    parts = launch.parts(problem, tiles_k)
+    grid = Grid.of(problem.B, problem.K * parts, tiles_k, blocks.head_group, problem.mask.T)
     if problem.deterministic:  # of two tiles, the later one comes to a query first: then it need not wait
         grid = dataclasses.replace(grid, last_first=True)
     tiles_q = pl.cdiv(problem.T, block_q)
@@ -151,15 +155,15 @@ def together(problem: Problem, blocks: MosaicBlocks, tensors: tuple[Array, ...])
         ds_tiles=pipeline.tiles(2, block_k, block_q, dtype=dtype),
         words=pipeline.vectors(CONSUMERS, 4),
     )
-    outputs = tuple(jax.ShapeDtypeStruct(x.shape, dtype) for x in tensors[1:3])
-    dk, dv = launch.call(
-        flash_backward, "flash_backward", problem, grid, blocks, CONSUMERS, scratch, (*tensors, *sums), outputs
-    )
+    outputs = tuple(launch.partial_sum(x, parts, block_k) for x in tensors[1:3])
+    kernel = functools.partial(flash_backward, parts=parts)
+    found = launch.call(kernel, "flash_backward", problem, grid, blocks, CONSUMERS, scratch, (*tensors, *sums), outputs)
+    dk, dv = (launch.total(x, parts) for x in found)
     return pipeline.Handover.in_order(sums[0][...]), dk, dv
 
 
 def _part(problem: Problem, block_q: int, w: int) -> tuple[Any, Any]:
     """What consumer w computes of a block of dq: of 128 queries half the rows, else half the columns."""
     if block_q > GROUP_ROWS:
-        return pipeline.part(w, GROUP_ROWS), pl.ds(0, problem.H)
-    return pl.ds(0, block_q), pipeline.part(w, problem.H // CONSUMERS)
+        return pipeline.share(w, GROUP_ROWS), pl.ds(0, problem.H)
+    return pl.ds(0, block_q), pipeline.share(w, problem.H // CONSUMERS)

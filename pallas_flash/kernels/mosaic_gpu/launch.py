@@ -4,6 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import varying
@@ -14,6 +16,8 @@ from pallas_flash.masks import Lengths, Mask
 from pallas_flash.plan import MosaicBlocks
 from pallas_flash.problem import Problem
 
+FILLED, BALANCED = 256, 1024
+"""Thread blocks that fill 132 multiprocessors, and that do so evenly where some take longer than others."""
 TARGET = "mosaic_gpu_v2"
 """Name of the custom call that a kernel becomes."""
 
@@ -23,6 +27,31 @@ def bounded(problem: Problem, block_k: int) -> Mask:
     if isinstance(problem.mask, Listed):
         return problem.mask
     return Lengths(None, problem.S if problem.S % block_k else None) & problem.mask
+
+
+def parts(problem: Problem, tiles: int) -> int:
+    """Into how many parts the query heads of a group are divided, a thread block for each: a divisor of the group.
+
+    Thread blocks that are many take alike long, those side by side work on few heads, and what they read of queries is
+    still in the L2 cache (docs/performance.md).
+    """
+    wanted = BALANCED if problem.mask.grows else FILLED
+    divisors = (n for n in range(1, problem.G + 1) if problem.G % n == 0)
+    return next((n for n in divisors if problem.B * problem.K * tiles * n >= wanted), problem.G)
+
+
+def partial_sum(like: Array, parts: int, rows: int) -> jax.ShapeDtypeStruct:
+    """What a kernel computes of a gradient of keys or values: in parts it is float32, and reaches to the last tile's end."""
+    B, S, K, width = like.shape
+    if parts == 1:
+        return jax.ShapeDtypeStruct(like.shape, like.dtype)
+    return jax.ShapeDtypeStruct((B, -(-S // rows) * rows, K * parts, width), jnp.float32)
+
+
+def total(sums: Array, parts: int) -> Array:
+    """The sum of parts [B, S, K · parts, H]."""
+    B, S, heads, width = sums.shape
+    return sums if parts == 1 else jnp.sum(sums.reshape(B, S, heads // parts, parts, width), 3)
 
 
 def call(

@@ -159,8 +159,8 @@ def roles(consumers: int, produce: Callable[[], None], consume: Callable[[int], 
         consume(group)
 
 
-def part(w, size: int) -> Any:
-    """The share of consumer w in a tile: so many rows, or columns."""
+def share(w, size: int) -> Any:
+    """What consumer w has of a tile: so many rows, or columns."""
     return pl.ds(w * size if isinstance(w, int) else pl.multiple_of(w * size, size), size)
 
 
@@ -173,9 +173,10 @@ def by_warp(*jobs: Callable[[], None]) -> None:
             pl.when(warp == i)(job)
 
 
-def group(problem: Problem, kv_head) -> tuple[Any, int]:
-    """The query heads of a key/value head: the first, and how many."""
-    return kv_head * problem.G, problem.G
+def part(problem: Problem, parts: int, number) -> tuple[Any, tuple[Any, int]]:
+    """Of a part of a group, numbered through: the key/value head, and its query heads, the first and how many."""
+    count = problem.G // parts
+    return lax.div(number, jnp.int32(parts)), (number * count, count)
 
 
 def _of_each_head(heads: tuple[Any, int], walk: Callable[[Any, Any], Any]) -> None:
@@ -286,7 +287,14 @@ def _scrub(used_ref, b, first, tile_refs) -> None:
 
 
 def send(*copies: tuple[Array, Any, Any]) -> None:
-    """Sends values to device memory, each through a tile of shared memory that only this warp group has used."""
+    """Sends values to device memory, each through a tile of shared memory that only this warp group has used.
+
+    Those without one go straight there: their rows must be within the array.
+    """
+    for value, tile_ref, destination in copies:
+        if tile_ref is None:
+            destination[...] = value
+    copies = tuple(copy for copy in copies if copy[1] is not None)
     ptx.join_warps()
     for value, tile_ref, _ in copies:
         tile_ref[...] = value
