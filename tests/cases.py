@@ -404,6 +404,10 @@ LARGE = [
     Case("heads_24_fp32", B=1, T=4092, N=24, H=32),
     Case("heads_40_over_1", T=200, N=40, K=1, H=64, dtype="bfloat16", is_causal=True),
     Case("heads_17_over_1", T=200, N=17, K=1, H=64, dtype="bfloat16"),
+    # So many keys that a thread block of Mosaic's takes several heads of a group, or all of it.
+    Case("groups_divided_bf16", B=64, T=300, N=8, K=2, H=64, dtype="bfloat16", is_causal=True),
+    Case("groups_divided_h256_bf16", B=64, T=130, N=4, K=1, H=256, dtype="bfloat16"),
+    Case("groups_whole_bf16", B=64, T=300, N=8, K=2, H=128, dtype="bfloat16"),
     Case("window_bf16", T=2000, N=4, H=128, dtype="bfloat16", local_window_size=(255, 0)),
     Case("window_past_keys_bf16", T=512, S=128, N=2, H=64, dtype="bfloat16", local_window_size=16),
     Case("window_both_bf16", T=2000, N=4, K=1, H=64, dtype="bfloat16", local_window_size=(100, 70)),

@@ -7,7 +7,6 @@ one's probabilities are computed under the others' products.
 import dataclasses
 import functools
 
-import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
@@ -82,7 +81,7 @@ def flash_alone(
 
         pipeline.of_each_block(heads, visit, past)
 
-    def consume(w: int):
+    def consume(w):
         _, *of_rows = a[1].wait(w)
         if of_scores:
             b[1].wait(w)
@@ -96,7 +95,7 @@ def flash_alone(
         own = out_ref.at[batch, pl.ds(first + w * GROUP_ROWS, GROUP_ROWS), number]
         pipeline.send(((total * by).astype(out_ref.dtype), tile, own))
 
-    def stream(w: int, of_rows, total) -> Array:
+    def stream(w, of_rows, total) -> Array:
         of_row = [pipeline.by_row(of_rows[0].at[n], (GROUP_ROWS, columns)) for n in range(2)] if of_rows else None
 
         def step(t, edge: bool, u, query_head, seen):

@@ -30,7 +30,7 @@ def flash_backward(
     q_ref, k_ref, v_ref, do_ref, vectors_ref, dq_ref, *counters_and_outputs, q_ring: Ring, do_ring: Ring, kv_ring: Ring,
     dq_tiles, ds_tiles, words, parts: int, problem: Problem, grid: Grid, blocks: MosaicBlocks,
 ):  # fmt: skip
-    """Kernel body: dk and dv of one tile of keys, summed over part of a group of query heads; dq is added to `dq_ref`."""
+    """Kernel body: dk and dv of one tile of keys, summed over part of a group of heads; dq is added to `dq_ref`."""
     *counters, dk_ref, dv_ref = counters_and_outputs
     block_q, block_k = blocks.block_q, blocks.block_k
     b, number, i = pipeline.place(grid)
@@ -55,7 +55,7 @@ def flash_backward(
 
         pipeline.of_each_block(heads, visit, fill)
 
-    def add(w: int):
+    def add(w):
         """Adds what consumer w computes of dq to device memory."""
         rows, columns = _part(problem, block_q, w)
 
@@ -68,7 +68,7 @@ def flash_backward(
 
         pipeline.of_each_block(heads, visit, take)
 
-    def consume(w: int):
+    def consume(w):
         own = pipeline.share(w, GROUP_ROWS)
         k, v = kv_ring.wait(0)
         pipeline.scrub_rows(mask, b, i, first + w * GROUP_ROWS, k.at[own])
@@ -81,7 +81,7 @@ def flash_backward(
             sums.append((total, tile.at[own] if parts == 1 else None, out.at[b, rows, number]))
         pipeline.send(*sums)
 
-    def stream(w: int, dk, dv) -> tuple[Array, Array]:
+    def stream(w, dk, dv) -> tuple[Array, Array]:
         own, own_first = pipeline.share(w, GROUP_ROWS), first + w * GROUP_ROWS
         dq_rows, dq_columns = _part(problem, block_q, w)
 
@@ -162,7 +162,7 @@ def together(problem: Problem, blocks: MosaicBlocks, tensors: tuple[Array, ...])
     return pipeline.Handover.in_order(sums[0][...]), dk, dv
 
 
-def _part(problem: Problem, block_q: int, w: int) -> tuple[Any, Any]:
+def _part(problem: Problem, block_q: int, w) -> tuple[Any, Any]:
     """What consumer w computes of a block of dq: of 128 queries half the rows, else half the columns."""
     if block_q > GROUP_ROWS:
         return pipeline.share(w, GROUP_ROWS), pl.ds(0, problem.H)

@@ -39,7 +39,7 @@ def flash_forward(
     turns = pipeline.Turns(consumers)
     ahead = where.Ahead(problem, (b, head), operands.streamed(problem, blocks), rings, consumers)
 
-    def rows(w: int):
+    def rows(w):
         return pl.ds(first + w * GROUP_ROWS, GROUP_ROWS)
 
     def produce():
@@ -55,7 +55,7 @@ def flash_forward(
 
         lax.fori_loop(0, seen.steps, step, None)
 
-    def consume(w: int):
+    def consume(w):
         (q,) = q_ring.wait(w)
         turns.open(w)
         run = pipeline.accumulate(lambda acc: attend(w, q, acc), (GROUP_ROWS, problem.Hv))
@@ -66,7 +66,7 @@ def flash_forward(
         o = o.astype(problem.dtype)
         pipeline.send((o, o_tile, o_ref.at[b, rows(w), head]), (lse, l_rows.at[w], lse_ref.at[b, head, rows(w)]))
 
-    def attend(w: int, q, acc) -> softmax.Running:
+    def attend(w, q, acc) -> softmax.Running:
         def step(t, carry: tuple[Array, Array, Array | None], edge: bool, overlap: bool = True):
             m, l, p = carry  # noqa: E741
             (k,) = k_ring.wait(t)

@@ -16,7 +16,7 @@ from pallas_flash.masks import Lengths, Mask
 from pallas_flash.plan import MosaicBlocks
 from pallas_flash.problem import Problem
 
-FILLED, BALANCED = 256, 1024
+FILLED, BALANCED = 256, 512
 """Thread blocks that fill 132 multiprocessors, and that do so evenly where some take longer than others."""
 TARGET = "mosaic_gpu_v2"
 """Name of the custom call that a kernel becomes."""
@@ -41,7 +41,7 @@ def parts(problem: Problem, tiles: int) -> int:
 
 
 def partial_sum(like: Array, parts: int, rows: int) -> jax.ShapeDtypeStruct:
-    """What a kernel computes of a gradient of keys or values: in parts it is float32, and reaches to the last tile's end."""
+    """What a kernel computes of a gradient like `like`; if in parts, in float32, and to the end of the last tile."""
     B, S, K, width = like.shape
     if parts == 1:
         return jax.ShapeDtypeStruct(like.shape, like.dtype)

@@ -315,7 +315,7 @@ class Handover:
         w: Number of the consumer.
     """
 
-    def __init__(self, tiles_ref, w: int):
+    def __init__(self, tiles_ref, w):
         self.tiles_ref, self.w = tiles_ref, w
         self._free, self._full = 2 * w + 1, 2 * w + 2
 

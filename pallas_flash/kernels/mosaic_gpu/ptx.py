@@ -98,7 +98,7 @@ def _elements(values) -> list:
 
 
 def groups(size: int, shape: tuple[int, int], axis: int, starts: tuple) -> tuple[Array, ...]:
-    """uint32: which `size` (16 or 32) of the indices along an axis, from a multiple of it on, and their lowest three bits.
+    """uint32: which `size` (16 or 32) of the indices along an axis, from a multiple of it on, and their lowest 3 bits.
 
     Written out by registers, so that LLVM sees which of a thread's are the same, as it does not of sums.
     """
@@ -120,7 +120,7 @@ def groups(size: int, shape: tuple[int, int], axis: int, starts: tuple) -> tuple
 
 
 def indices(shape: tuple[int, int], axis: int, starts: tuple) -> Array:
-    """int32 indices along an axis of a tile, by its first row and column: sums of a thread's first one and constants."""
+    """int32 indices along an axis of a tile, from its first row and column: a thread's first one plus constants."""
 
     @_inline(arg_types=(_SCALAR,), return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=_TILE))
     def written(_, start):

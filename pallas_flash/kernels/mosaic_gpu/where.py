@@ -19,6 +19,7 @@ from pallas_flash.tile import Tile
 FAST = Elementary(sums=ptx.sums, constant=lambda x: x, tanh=differentiable(jnp.tanh), product=ptx.product)
 """The plain functions: with `approx_math` they become the GPU's, fused."""
 
+
 class _Tile(Tile):
     """A tile whose indices are made as they are asked for; functions of how that is done are stored in their place."""
 
@@ -67,7 +68,7 @@ class Ahead:
                 part = pl.ds(row + w * GROUP_ROWS, GROUP_ROWS), pl.ds(column, columns)
                 ring.fill(t * self.consumers + w, _of_place(ref, self.place).at[part])
 
-    def read(self, w: int, t, ref) -> Any:
+    def read(self, w, t, ref) -> Any:
         """Consumer w's part of block t; None: it is nothing of these."""
         for each, value in self.scalars:
             if each is ref:
