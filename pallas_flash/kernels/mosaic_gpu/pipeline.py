@@ -90,7 +90,7 @@ class Ring:
         """What turn t brought, known to be there."""
         return tuple(buffer.at[self._slot(t)] for buffer in self.buffers)
 
-    def anew(self, slot: int) -> tuple[Any, ...]:
+    def anew(self, slot) -> tuple[Any, ...]:
         """What a fixed slot holds."""
         return tuple(anew(buffer, slot) for buffer in self.buffers)
 
@@ -105,7 +105,7 @@ def meet() -> None:
     ptx.named_barrier("sync", 0)
 
 
-def anew(tiles_ref, index: int):
+def anew(tiles_ref, index):
     """A fixed tile of several, with addresses computed where they are used.
 
     Inside a loop the compiler would compute those of a fixed tile before it, one for each instruction that uses it, and
@@ -143,7 +143,7 @@ class Turns:
             pl.when(w == 0)(lambda: ptx.named_barrier("sync", 0))
 
 
-def roles(consumers: int, produce: Callable[[], None], consume: Callable[[int], None]) -> None:
+def roles(consumers: int, produce: Callable[[], None], consume: Callable[[Any], None]) -> None:
     """Runs the producer and the consumers, each with its share of the registers."""
     most, least = REGISTERS[consumers]
     group = ptx.first_lane(lax.axis_index(GROUP))
