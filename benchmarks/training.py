@@ -7,6 +7,7 @@ optimizer float32; nothing is rematerialised.
 import os
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"  # what grows by pieces cannot be one array later
 
 import argparse
 import dataclasses

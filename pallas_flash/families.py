@@ -87,9 +87,7 @@ TRITON = Family(
 
 
 def _mosaic_fits(kernel: str, blocks: MosaicBlocks, sizes: Sizes, capability: int) -> bool:
-    H, Hv = whole(sizes.H), whole(sizes.Hv)
-    is_wide = kernel == "backward" and max(H, Hv) > 128
-    return capability == 90 and not is_wide and plans.mosaic_spare(kernel, blocks, H, Hv) >= 0
+    return capability == 90 and plans.mosaic_misfit(kernel, blocks, sizes.H, sizes.Hv) is None
 
 
 def _mosaic_fitted(kernel: str, blocks: MosaicBlocks, sizes: Sizes) -> MosaicBlocks:

@@ -235,17 +235,21 @@ def whole(n: int, boxes: int = 1) -> int:
 
 def mosaic_shortage(plan: MosaicPlan, H: int, Hv: int) -> str | None:
     """Which Mosaic-GPU kernel the head dims are too large for; None: the plan fits a Hopper GPU."""
-    if plan.backward and max(H, Hv) > 128:
+    return next(filter(None, (mosaic_misfit(kernel, getattr(plan, kernel), H, Hv) for kernel in plan.kernels)), None)
+
+
+def mosaic_misfit(kernel: str, blocks: MosaicBlocks, H: int, Hv: int) -> str | None:
+    """Why a Mosaic-GPU kernel with these blocks does not take these head dims; None: it does."""
+    if kernel == "backward" and max(H, Hv) > 128:
         return f"the backward kernel takes head dims up to 128, got {max(H, Hv)}; use a plan with backward=None"
-    H, Hv = whole(H), whole(Hv)
-    for kernel in plan.kernels:
-        spare = mosaic_spare(kernel, getattr(plan, kernel), H, Hv)
-        if spare < 0:
-            return (
-                f"the {kernel} kernel needs {_MOSAIC_LIMIT - spare} bytes of shared memory, the device has "
-                f"{_MOSAIC_LIMIT}; "
-                "use smaller blocks, fewer stages or plan=None"
-            )
+    if kernel == "forward" and blocks.block_q > 128 and Hv > 192:  # ptxas: insufficient registers (128)
+        return f"with block_q={blocks.block_q} the forward kernel takes value head dims up to 192, got {Hv}; use 128"
+    spare = mosaic_spare(kernel, blocks, whole(H), whole(Hv))
+    if spare < 0:
+        return (
+            f"the {kernel} kernel needs {_MOSAIC_LIMIT - spare} bytes of shared memory, the device has "
+            f"{_MOSAIC_LIMIT}; use smaller blocks, fewer stages or plan=None"
+        )
 
 
 def mosaic_spare(kernel: str, blocks: MosaicBlocks, H: int, Hv: int) -> int:

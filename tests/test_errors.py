@@ -793,6 +793,11 @@ REFUSED_BY_MOSAIC = {
     "scale": (WIDE, {"scale": jnp.float32(1)}, "have none for a traced scale; use implementation='triton'"),
     "scale_and_plan": (FLOAT16, {"scale": jnp.float32(1), "plan": ALONE}, "have none for a traced scale"),
     "wide_together": (WIDE, {"plan": TOGETHER}, "takes head dims up to 128, got 192; use a plan with backward=None"),
+    "wide_tall": (
+        shapes(jnp.bfloat16, head_dim=200),
+        {"plan": MosaicPlan(MosaicBlocks(192, 64), None, TILE, TILE)},
+        "with block_q=192 the forward kernel takes value head dims up to 192, got 200; use 128",
+    ),
     "shared_memory": (
         FLOAT16,
         {"plan": MosaicPlan(MosaicBlocks(192, 128, 8), None, TILE, TILE)},
