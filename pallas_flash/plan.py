@@ -82,7 +82,7 @@ class MosaicBlocks:
         block_q: Queries per tile, a multiple of 64 up to 192.
         block_k: Keys per tile, 64 or 128.
         num_stages: Tiles of each operand in flight, 1 to 8.
-        head_group: As in `Blocks`.
+        head_group: As in `Blocks`; for gradients of keys and values a part of a group counts as a head.
 
     Raises:
         ValueError: A field is out of its range.
@@ -242,8 +242,9 @@ def mosaic_misfit(kernel: str, blocks: MosaicBlocks, H: int, Hv: int) -> str | N
     """Why a Mosaic-GPU kernel with these blocks does not take these head dims; None: it does."""
     if kernel == "backward" and max(H, Hv) > 128:
         return f"the backward kernel takes head dims up to 128, got {max(H, Hv)}; use a plan with backward=None"
-    if kernel == "forward" and blocks.block_q > 128 and Hv > 192:  # ptxas: insufficient registers (128)
-        return f"with block_q={blocks.block_q} the forward kernel takes value head dims up to 192, got {Hv}; use 128"
+    width = {"forward": Hv, "dq": H}.get(kernel, 0)
+    if blocks.block_q > 128 and width > 192:  # ptxas: insufficient registers (128)
+        return f"with block_q={blocks.block_q} the {kernel} kernel sums head dims up to 192, got {width}; use 128"
     spare = mosaic_spare(kernel, blocks, whole(H), whole(Hv))
     if spare < 0:
         return (

@@ -172,7 +172,7 @@ class Alibi:
     def __call__(self, score: Array, tile: Tile, slopes: Array, *moved: Array) -> Array:
         distances = tile.distances()
         for move in (self.shift, *moved):
-            distances = distances if isinstance(move, int) and move == 0 else distances + jnp.float32(move)
+            distances = distances if isinstance(move, int) and move == 0 else distances - jnp.float32(move)
         return score - slopes * jnp.abs(distances)
 
 

@@ -39,8 +39,8 @@ class Tile(NamedTuple):
         return cls(q_start + indices(block_q, q_axis), k_start + indices(block_k, 1 - q_axis))
 
     def distances(self) -> Array:
-        """Index of the query minus that of the key, of each score: float32, exact below 2²⁴."""
-        return (self.q_ids - self.k_ids).astype(jnp.float32)
+        """Index of the key minus that of the query, of each score: float32, exact below 2²⁴."""
+        return self.k_ids.astype(jnp.float32) - self.q_ids.astype(jnp.float32)
 
     def groups(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """uint32: which 16 queries an index lies in, its three lowest bits and bit 3; which 32 keys, … bits 3 and 4."""

@@ -77,8 +77,10 @@ def names(case: Case) -> list[str]:
     return [*NAMES, *(f"d_{name}" for name in case.differentiable())]
 
 
-def by_oracle(case: Case, query, key, value, d_out, d_residual, *further) -> list[np.ndarray]:
+@functools.cache
+def by_oracle(case: Case) -> list[np.ndarray]:
     """The tensors of `names`, in float64."""
+    query, key, value, d_out, d_residual, *further = inputs(case)
     options = case.options(for_oracle=True) | scored(case, for_oracle=True)(*further)
     gradients = oracle.gradients(query, key, value, d_out, d_residual, **options)
     operands = {
@@ -116,13 +118,13 @@ def _cancelling(arrays: list[jax.Array]) -> float:
 def expected(case: Case, precision: str | None) -> dict[str, Expected]:
     """What is right, and tolerances from the error of the dense computation at that precision."""
     arrays, options = inputs(case), case.options(for_oracle=True)
-    right = by_oracle(case, *arrays)
     attend = functools.partial(dense.attend, dtype=case.dtype, precision=precision, **options)
     run = evaluator(attend, scored(case, for_oracle=True))
     by_matrix = [np.asarray(x, np.float64) for x in run(*arrays)]
     # delta comes from the saved output, in its dtype. What that moves a row's scores by, all in one direction, hardly
     # shows where they are weighed with keys, but adds up in a sum over the row: the dense computation, which has no
     # delta, is given the same, as a cotangent of the residual.
+    right = by_oracle(case)
     moved = np.sum((by_matrix[0] - right[0]) * np.asarray(arrays[3], np.float64), -1)
     further = run(*arrays[:4], arrays[4] - moved, *arrays[5:])[5:]
     by_delta = [*by_matrix[:5], *(np.asarray(x, np.float64) for x in further)]

@@ -796,7 +796,7 @@ REFUSED_BY_MOSAIC = {
     "wide_tall": (
         shapes(jnp.bfloat16, head_dim=200),
         {"plan": MosaicPlan(MosaicBlocks(192, 64), None, TILE, TILE)},
-        "with block_q=192 the forward kernel takes value head dims up to 192, got 200; use 128",
+        "with block_q=192 the forward kernel sums head dims up to 192, got 200; use 128",
     ),
     "shared_memory": (
         FLOAT16,

@@ -1,4 +1,4 @@
-"""On a GPU: the compiled kernels at real sizes. Run with `pytest -m gpu`."""
+"""On a GPU: the compiled kernels at real sizes. `pytest -m gpu -n 16 --dist loadgroup`, for 16 cores."""
 
 import dataclasses
 import functools
@@ -26,7 +26,13 @@ from pallas_flash.plan import Sizes
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("case", [*LARGE, *SMALL], ids=str)
+def by_case(*cases: Case):
+    """Parametrises a test. All tests of a case run in one process, which works out what is right for it once."""
+    params = [pytest.param(case, id=str(case), marks=pytest.mark.xdist_group(str(case))) for case in cases]
+    return pytest.mark.parametrize("case", params)
+
+
+@by_case(*LARGE, *SMALL)
 def test_triton_matches_oracle(case):
     """Outputs, residual and gradients; float32 with the three-product dots, whose error is that of float32."""
     attention = functools.partial(
@@ -35,7 +41,7 @@ def test_triton_matches_oracle(case):
     checks.check(case, attention)
 
 
-@pytest.mark.parametrize("case", HALF, ids=str)
+@by_case(*HALF)
 def test_mosaic_matches_oracle(case):
     attention = functools.partial(flash_attention, return_residual=True, implementation="mosaic_gpu", **case.options())
     checks.check(case, attention)
@@ -56,7 +62,11 @@ def mosaic_plans(H: int, Hv: int) -> list[MosaicPlan]:
     return list(dict.fromkeys([*plans, *alone]))
 
 
-PLANNED = [(H, Hv, plan) for H, Hv in ((64, 64), (128, 64), (128, 128), (256, 256)) for plan in mosaic_plans(H, Hv)]
+PLANNED = [
+    (H, Hv, plan)
+    for H, Hv in ((64, 64), (128, 64), (128, 128), (192, 192), (256, 64), (256, 256))
+    for plan in mosaic_plans(H, Hv)
+]
 
 
 @pytest.mark.parametrize("H,Hv,plan", PLANNED, ids=str)
@@ -78,6 +88,8 @@ IN_ORDER = [
             "h128_full_bfloat16",
             "h256_causal_bfloat16",
             "everything_bf16",
+            "groups_divided_bf16",
+            "groups_divided_masked_bf16",
             "scores_of_every_kind_large",
             "scores_of_every_kind_h256_fp16",
         )
@@ -89,7 +101,7 @@ IN_ORDER = [
 """Thread blocks that wait for each other, in every order of tiles, and more of them than run at once."""
 
 
-@pytest.mark.parametrize("case", [c for c in IN_ORDER if c.T < 4096], ids=str)
+@by_case(*(c for c in IN_ORDER if c.T < 4096))
 def test_mosaic_in_order_matches_oracle(case):
     attention = functools.partial(
         flash_attention, return_residual=True, implementation="mosaic_gpu", deterministic=True, **case.options()
@@ -97,7 +109,7 @@ def test_mosaic_in_order_matches_oracle(case):
     checks.check(case, attention)
 
 
-@pytest.mark.parametrize("case", IN_ORDER, ids=str)
+@by_case(*IN_ORDER)
 def test_mosaic_repeats_bitwise(case):
     """All results are the same bits in 30 runs, with other work in between."""
     attention = functools.partial(
@@ -111,14 +123,14 @@ def test_mosaic_repeats_bitwise(case):
             assert np.array_equal(ours, before, equal_nan=False)
 
 
-@pytest.mark.parametrize("case", [c for c in LARGE if c.dtype == "float32"], ids=str)
+@by_case(*(c for c in LARGE if c.dtype == "float32"))
 def test_triton_tf32_matches_oracle(case):
     """The default precision of float32, against the dense computation at the default precision."""
     attention = functools.partial(flash_attention, return_residual=True, implementation="triton", **case.options())
     checks.check(case, attention, precision=None)
 
 
-@pytest.mark.parametrize("case", [c for c in LARGE if c.T * c.S * c.N < 10e6], ids=str)
+@by_case(*(c for c in LARGE if c.T * c.S * c.N < 10e6))
 def test_xla_matches_oracle(case):
     attention = functools.partial(
         flash_attention, return_residual=True, implementation="xla", precision="highest", **case.options()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_flash import choice, problem
+from pallas_flash import choice, masks, problem
 from pallas_flash.kernels.mosaic_gpu import launch, operands
 
 forward, backward = (importlib.import_module(f"{operands.__package__}.{name}") for name in ("forward", "backward"))
@@ -45,6 +45,23 @@ def posed(scale=None, together: bool = True) -> problem.Problem:
     )  # fmt: skip
     chosen = choice.of("mosaic_gpu", posed, choice.Device("NVIDIA H200", 90), "half").plan
     return dataclasses.replace(posed, plan=chosen if together else dataclasses.replace(chosen, backward=None))
+
+
+@pytest.mark.parametrize(
+    ("B", "K", "G", "tiles", "mask", "parts"),
+    [
+        (2, 2, 8, 64, masks.Band(None, 0), 2),
+        (2, 2, 8, 64, masks.Band(0, None), 2),
+        (2, 2, 8, 64, masks.Band(None, None), 1),
+        (2, 1, 8, 64, masks.Band(None, 0), 4),
+        (2, 16, 1, 64, masks.Band(None, 0), 1),
+        (1, 4, 7, 64, masks.Band(None, 0), 1),  # 7 would be further from 512 than 1 is
+        (1, 1, 71, 3, masks.Band(None, None), 71),
+    ],
+)
+def test_groups_are_divided(B, K, G, tiles, mask, parts):
+    asked = dataclasses.replace(posed(), B=B, K=K, N=K * G, mask=mask)
+    assert launch.parts(asked, tiles) == parts
 
 
 def is_movable(x: jax.Array) -> bool:

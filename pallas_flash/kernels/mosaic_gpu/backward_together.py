@@ -57,7 +57,7 @@ def flash_backward(
 
     def add(w):
         """Adds what consumer w computes of dq to device memory."""
-        rows, columns = _part(problem, block_q, w)
+        rows, columns = _of_dq(problem, block_q, w)
 
         def take(head, _, j):
             target = dq_ref.at[b, pl.ds(j * block_q + rows.start, rows.size), head, columns]
@@ -75,15 +75,15 @@ def flash_backward(
         sums = (GROUP_ROWS, problem.H), (GROUP_ROWS, problem.Hv)
         dk, dv = pipeline.accumulate(lambda dk, dv: stream(w, dk, dv), *sums)
         pipeline.meet()  # the other consumer's last product may still read all of k
-        rows, sums = pl.ds(first + w * GROUP_ROWS, GROUP_ROWS), []
-        for total, by, tile, out in ((dk, problem.any_scale * sign, k, dk_ref), (dv, problem.gain, v, dv_ref)):
-            total = (total * by).astype(out.dtype)
-            sums.append((total, tile.at[own] if parts == 1 else None, out.at[b, rows, number]))
-        pipeline.send(*sums)
+        rows, copies = pl.ds(first + w * GROUP_ROWS, GROUP_ROWS), []
+        for x, by, tile, out in ((dk, problem.any_scale * sign, k, dk_ref), (dv, problem.gain, v, dv_ref)):
+            tile = tile.at[own] if parts == 1 else None
+            copies.append(((x * by).astype(out.dtype), tile, out.at[b, rows, number]))
+        pipeline.send(*copies)
 
     def stream(w, dk, dv) -> tuple[Array, Array]:
         own, own_first = pipeline.share(w, GROUP_ROWS), first + w * GROUP_ROWS
-        dq_rows, dq_columns = _part(problem, block_q, w)
+        dq_rows, dq_columns = _of_dq(problem, block_q, w)
 
         def step(t, edge: bool, u, head, seen):
             (k, v), (q, vectors), (do,) = kv_ring.anew(0), q_ring.wait(u), do_ring.wait(u)
@@ -144,7 +144,7 @@ def together(problem: Problem, blocks: MosaicBlocks, tensors: tuple[Array, ...])
     sums = [jax.new_ref(jnp.zeros((problem.B, tiles_q * block_q, problem.N, H), jnp.float32))]
     if problem.deterministic:
         sums.append(jax.new_ref(jnp.zeros(problem.B * problem.N * tiles_q * CONSUMERS, jnp.int32)))
-    rows, columns = _part(problem, block_q, 0)
+    rows, columns = _of_dq(problem, block_q, 0)
     scratch = dict(
         q_ring=Ring.of(
             stages, CONSUMERS, pipeline.tiles(stages, block_q, H, dtype=dtype), pipeline.vectors(stages, 2, block_q)
@@ -162,7 +162,7 @@ def together(problem: Problem, blocks: MosaicBlocks, tensors: tuple[Array, ...])
     return pipeline.Handover.in_order(sums[0][...]), dk, dv
 
 
-def _part(problem: Problem, block_q: int, w) -> tuple[Any, Any]:
+def _of_dq(problem: Problem, block_q: int, w) -> tuple[Any, Any]:
     """What consumer w computes of a block of dq: of 128 queries half the rows, else half the columns."""
     if block_q > GROUP_ROWS:
         return pipeline.share(w, GROUP_ROWS), pl.ds(0, problem.H)

@@ -1,4 +1,4 @@
-"""How is a Mosaic kernel launched, and which mask does it see?"""
+"""How is a Mosaic kernel launched, which mask does it see, and how many thread blocks share a group of heads?"""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,11 +33,13 @@ def parts(problem: Problem, tiles: int) -> int:
     """Into how many parts the query heads of a group are divided, a thread block for each: a divisor of the group.
 
     Thread blocks that are many take alike long, those side by side work on few heads, and what they read of queries is
-    still in the L2 cache (docs/performance.md).
+    still in the L2 cache (docs/performance.md). Sums of too many parts cost more than that: of the divisors, the one
+    that comes nearest to what is wanted.
     """
-    wanted = BALANCED if problem.mask.grows else FILLED
+    is_uneven = problem.mask.grows or problem.mask.ends_alike
+    filled = problem.B * problem.K * tiles / (BALANCED if is_uneven else FILLED)
     divisors = (n for n in range(1, problem.G + 1) if problem.G % n == 0)
-    return next((n for n in divisors if problem.B * problem.K * tiles * n >= wanted), problem.G)
+    return min(divisors, key=lambda n: max(filled * n, 1 / (filled * n)))
 
 
 def partial_sum(like: Array, parts: int, rows: int) -> jax.ShapeDtypeStruct:
@@ -66,8 +68,8 @@ def call(
 
     def body(*refs, **scratch):
         b = pipeline.place(grid)[0]
-        parts = [ref[b] if len(ref.shape) == 1 else ref for ref in refs[: len(leaves)]]
-        kernel(*refs[len(leaves) :], problem=structure.unflatten(parts), grid=grid, blocks=blocks, **scratch)
+        seen = [ref[b] if len(ref.shape) == 1 else ref for ref in refs[: len(leaves)]]
+        kernel(*refs[len(leaves) :], problem=structure.unflatten(seen), grid=grid, blocks=blocks, **scratch)
 
     body.__name__ = body.__qualname__ = name
     x, y, z = grid.shape

@@ -289,7 +289,7 @@ def _scrub(used_ref, b, first, tile_refs) -> None:
 def send(*copies: tuple[Array, Any, Any]) -> None:
     """Sends values to device memory, each through a tile of shared memory that only this warp group has used.
 
-    Those without one go straight there: their rows must be within the array.
+    Or straight, where there is no tile: then its rows must be within the array.
     """
     for value, tile_ref, destination in copies:
         if tile_ref is None:

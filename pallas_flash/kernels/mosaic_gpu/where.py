@@ -37,7 +37,7 @@ class _Tile(Tile):
         return (*q, None), (*k, None, None)
 
     def distances(self) -> Array:
-        return self._made(0, ptx.distances)
+        return self._made(1, ptx.distances)
 
     def _made(self, axis: int, how: Callable) -> Any:
         make: Any = self[axis]
