@@ -57,6 +57,7 @@ def posed(scale=None, together: bool = True) -> problem.Problem:
         (2, 16, 1, 64, masks.Band(None, 0), 1),
         (1, 4, 7, 64, masks.Band(None, 0), 1),  # 7 would be further from 512 than 1 is
         (1, 1, 71, 3, masks.Band(None, None), 71),
+        (1, 1, 2, 0, masks.Band(None, None), 2),
     ],
 )
 def test_groups_are_divided(B, K, G, tiles, mask, parts):

@@ -37,7 +37,7 @@ def parts(problem: Problem, tiles: int) -> int:
     that comes nearest to what is wanted.
     """
     is_uneven = problem.mask.grows or problem.mask.ends_alike
-    filled = problem.B * problem.K * tiles / (BALANCED if is_uneven else FILLED)
+    filled = max(1, problem.B * problem.K * tiles) / (BALANCED if is_uneven else FILLED)
     divisors = (n for n in range(1, problem.G + 1) if problem.G % n == 0)
     return min(divisors, key=lambda n: max(filled * n, 1 / (filled * n)))
 
