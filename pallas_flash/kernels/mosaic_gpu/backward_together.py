@@ -60,7 +60,7 @@ def flash_backward(
         rows, columns = _of_dq(problem, block_q, w)
 
         def take(head, _, j):
-            target = dq_ref.at[b, pl.ds(j * block_q + rows.start, rows.size), head, columns]
+            target = dq_ref.at[b, head, pl.ds(j * block_q + rows.start, rows.size), columns]
             place = ((b * problem.N + head) * pl.cdiv(problem.T, block_q) + j) * CONSUMERS + w
             queries = Span(j * block_q, (j + 1) * block_q)
             rank = lists.later(mask, queries, problem.S, block_k, (b, head, i), j) if counters else 0
@@ -141,7 +141,7 @@ def together(problem: Problem, blocks: MosaicBlocks, tensors: tuple[Array, ...])
     if problem.deterministic:  # of two tiles, the later one comes to a query first: then it need not wait
         grid = dataclasses.replace(grid, last_first=True)
     tiles_q = pl.cdiv(problem.T, block_q)
-    sums = [jax.new_ref(jnp.zeros((problem.B, tiles_q * block_q, problem.N, H), jnp.float32))]
+    sums = [jax.new_ref(jnp.zeros((problem.B, problem.N, tiles_q * block_q, H), jnp.float32))]
     if problem.deterministic:
         sums.append(jax.new_ref(jnp.zeros(problem.B * problem.N * tiles_q * CONSUMERS, jnp.int32)))
     rows, columns = _of_dq(problem, block_q, 0)
@@ -159,7 +159,7 @@ def together(problem: Problem, blocks: MosaicBlocks, tensors: tuple[Array, ...])
     kernel = functools.partial(flash_backward, parts=parts)
     found = launch.call(kernel, "flash_backward", problem, grid, blocks, CONSUMERS, scratch, (*tensors, *sums), outputs)
     dk, dv = (launch.total(x, parts) for x in found)
-    return pipeline.Handover.in_order(sums[0][...]), dk, dv
+    return jnp.swapaxes(pipeline.Handover.in_order(sums[0][...]), 1, 2), dk, dv
 
 
 def _of_dq(problem: Problem, block_q: int, w) -> tuple[Any, Any]:
