@@ -44,7 +44,7 @@ DV = Gradient("flash_dv", by_query=False, of_scores=False)
 
 def flash_alone(
     q_ref, k_ref, v_ref, do_ref, vectors_ref, out_ref, *, q_ring: Ring, k_ring: Ring, v_ring: Ring, do_ring: Ring,
-    words, gradient: Gradient, parts: int, problem: Problem, grid: Grid, blocks: MosaicBlocks,
+    words, gradient: Gradient, problem: Problem, grid: Grid, blocks: MosaicBlocks,
 ):  # fmt: skip
     """Kernel body: a tile of rows of one gradient. a·cᵀ are scores, b·dᵀ cotangents of probabilities; a and b stay."""
     by_query, of_scores = gradient.by_query, gradient.of_scores
@@ -53,7 +53,7 @@ def flash_alone(
     rows, columns = _sides(gradient, blocks)
     consumers = rows // GROUP_ROWS
     batch, number, i = pipeline.place(grid)
-    head, heads = (number, (number, 1)) if by_query else pipeline.part(problem, parts, number)
+    head, heads = (number, (number, 1)) if by_query else pipeline.part(problem, grid, number)
     first = i * rows
     mask = launch.bounded(problem, blocks.block_k)
     size = problem.S if by_query else problem.T
@@ -91,7 +91,7 @@ def flash_alone(
         turns.end(w)
         turns.close(w)
         by = problem.any_scale * (1 if by_query else sign) if of_scores else problem.gain
-        (tile, *_) = {DQ: q_ring, DK: k_ring, DV: v_ring}[gradient].at(w) if parts == 1 else (None,)
+        tile, *_ = {DQ: q_ring, DK: k_ring, DV: v_ring}[gradient].at(w)
         own = out_ref.at[batch, pl.ds(first + w * GROUP_ROWS, GROUP_ROWS), number]
         pipeline.send(((total * by).astype(out_ref.dtype), tile, own))
 
@@ -162,6 +162,6 @@ def alone(gradient: Gradient, problem: Problem, blocks: MosaicBlocks, tensors: t
         do_ring=ring(problem.Hv, by_query, blocks.num_stages),
         words=pipeline.vectors(consumers, 4),
     )
-    kernel = functools.partial(flash_alone, gradient=gradient, parts=parts)
+    kernel = functools.partial(flash_alone, gradient=gradient)
     (found,) = launch.call(kernel, gradient.name, problem, grid, blocks, consumers, scratch, tensors, (out,))
     return launch.total(found, parts)

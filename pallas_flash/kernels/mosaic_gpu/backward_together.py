@@ -28,13 +28,13 @@ CONSUMERS = 2
 
 def flash_backward(
     q_ref, k_ref, v_ref, do_ref, vectors_ref, dq_ref, *counters_and_outputs, q_ring: Ring, do_ring: Ring, kv_ring: Ring,
-    dq_tiles, ds_tiles, words, parts: int, problem: Problem, grid: Grid, blocks: MosaicBlocks,
+    dq_tiles, ds_tiles, words, problem: Problem, grid: Grid, blocks: MosaicBlocks,
 ):  # fmt: skip
     """Kernel body: dk and dv of one tile of keys, summed over part of a group of heads; dq is added to `dq_ref`."""
     *counters, dk_ref, dv_ref = counters_and_outputs
     block_q, block_k = blocks.block_q, blocks.block_k
     b, number, i = pipeline.place(grid)
-    kv_head, heads = pipeline.part(problem, parts, number)
+    kv_head, heads = pipeline.part(problem, grid, number)
     first = i * block_k
     mask = launch.bounded(problem, block_k)
     sign, c = softmax.base2(problem.any_scale)
@@ -77,8 +77,7 @@ def flash_backward(
         pipeline.meet()  # the other consumer's last product may still read all of k
         rows, copies = pl.ds(first + w * GROUP_ROWS, GROUP_ROWS), []
         for x, by, tile, out in ((dk, problem.any_scale * sign, k, dk_ref), (dv, problem.gain, v, dv_ref)):
-            tile = tile.at[own] if parts == 1 else None
-            copies.append(((x * by).astype(out.dtype), tile, out.at[b, rows, number]))
+            copies.append(((x * by).astype(out.dtype), tile.at[own], out.at[b, rows, number]))
         pipeline.send(*copies)
 
     def stream(w, dk, dv) -> tuple[Array, Array]:
@@ -156,8 +155,8 @@ def together(problem: Problem, blocks: MosaicBlocks, tensors: tuple[Array, ...])
         words=pipeline.vectors(CONSUMERS, 4),
     )
     outputs = tuple(launch.partial_sum(x, parts, block_k) for x in tensors[1:3])
-    kernel = functools.partial(flash_backward, parts=parts)
-    found = launch.call(kernel, "flash_backward", problem, grid, blocks, CONSUMERS, scratch, (*tensors, *sums), outputs)
+    operands = (*tensors, *sums)
+    found = launch.call(flash_backward, "flash_backward", problem, grid, blocks, CONSUMERS, scratch, operands, outputs)
     dk, dv = (launch.total(x, parts) for x in found)
     return jnp.swapaxes(pipeline.Handover.in_order(sums[0][...]), 1, 2), dk, dv
 

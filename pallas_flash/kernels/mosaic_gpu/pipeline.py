@@ -173,10 +173,10 @@ def by_warp(*jobs: Callable[[], None]) -> None:
             pl.when(warp == i)(job)
 
 
-def part(problem: Problem, parts: int, number) -> tuple[Any, tuple[Any, int]]:
-    """Of a part of a group, numbered through: the key/value head, and its query heads, the first and how many."""
-    count = problem.G // parts
-    return lax.div(number, jnp.int32(parts)), (number * count, count)
+def part(problem: Problem, grid: Grid, number) -> tuple[Any, tuple[Any, int]]:
+    """Of a part of a group, the grid's "head": the key/value head, and its query heads, the first and how many."""
+    count = problem.N // grid.heads
+    return lax.div(number, jnp.int32(grid.heads // problem.K)), (number * count, count)
 
 
 def _of_each_head(heads: tuple[Any, int], walk: Callable[[Any, Any], Any]) -> None:
@@ -289,12 +289,12 @@ def _scrub(used_ref, b, first, tile_refs) -> None:
 def send(*copies: tuple[Array, Any, Any]) -> None:
     """Sends values to device memory, each through a tile of shared memory that only this warp group has used.
 
-    Or straight, where there is no tile: then its rows must be within the array.
+    Or straight, if the tile is of another dtype: then its rows must be within the array.
     """
     for value, tile_ref, destination in copies:
-        if tile_ref is None:
+        if tile_ref.dtype != value.dtype:
             destination[...] = value
-    copies = tuple(copy for copy in copies if copy[1] is not None)
+    copies = tuple(copy for copy in copies if copy[1].dtype == copy[0].dtype)
     ptx.join_warps()
     for value, tile_ref, _ in copies:
         tile_ref[...] = value
