@@ -288,8 +288,12 @@ def test_padding_may_hold_nan_and_inf(kind, H, implementation):
 
 @KERNELS
 @pytest.mark.parametrize("B,T,N,H", [(70_000, 32, 1, 16), (1, 4_304, 4_000, 128)], ids=["batch", "heads"])
+@pytest.mark.xdist_group("memory")
 def test_many_programs_and_elements(B, T, N, H, implementation):
-    """More than 65,535 batch entries; more than 2³¹ elements. Compared with the same call on the last slice."""
+    """More than 65,535 batch entries; more than 2³¹ elements. Compared with the same call on the last slice.
+
+    It takes up to 40 GB; with 16 processes, each keeping what it once took, it may have to run again alone.
+    """
     q = jax.random.normal(jax.random.key(0), (B, T, N, H), jnp.bfloat16)
     attention = functools.partial(flash_attention, is_causal=True, implementation=implementation, deterministic=True)
     loss = jax.jit(jax.grad(lambda q, k, v: jnp.sum(attention(q, k, v).astype(jnp.float32)), (0, 1, 2)))
