@@ -17,7 +17,7 @@ from pallas_flash.families import FAMILIES
 from pallas_flash.plan import AnyBlocks, AnyPlan
 from pallas_flash.problem import Problem
 from pallas_flash.records import Record
-from pallas_flash.search import Measurement, Search, Timer, Trial, ranked, seconds
+from pallas_flash.search import Measurement, Search, Timer, Trial, ranked, seconds, tile
 
 GROUPS = (1, 2, 4, 8, 16)
 """Head groups that are tried with the best tiles."""
@@ -205,13 +205,14 @@ def _searches(
     for kernel in kernels:
         current = getattr(now.plan, kernel)
         if candidates is None:
-            tiles = _grid(implementation, kernel, now, current.head_group)
+            tiles, variants = _grid(implementation, kernel, now)
             groups = tuple(n for n in GROUPS if n <= problem.N and n != current.head_group)
         else:
             plans = [plan for plan in candidates if isinstance(plan, type(now.plan))]
-            tiles, groups = (blocks for plan in plans if (blocks := getattr(plan, kernel))), ()
+            tiles, variants, groups = [blocks for plan in plans if (blocks := getattr(plan, kernel))], [], ()
         seen = tensors if kernel == kernels[0] else (*tensors, *residuals)
-        yield Search(implementation, kernel, problem, seen, now, tuple(dict.fromkeys((current, *tiles))), groups)
+        tiles = tuple(dict.fromkeys((current, *tiles)))
+        yield Search(implementation, kernel, problem, seen, now, tiles, tuple(variants), groups)
 
 
 def _residuals(implementation: Implementation, problem: Problem, tensors: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -221,14 +222,24 @@ def _residuals(implementation: Implementation, problem: Problem, tensors: tuple[
     return lse, do, jnp.swapaxes(jnp.sum(out.astype(jnp.float32) * do.astype(jnp.float32), -1), 1, 2)
 
 
-def _grid(implementation: Implementation, kernel: str, now: Choice, group: int) -> Iterator[AnyBlocks]:
-    """The blocks that fit and hardly spill, with this head group."""
-    family = FAMILIES[implementation.name]
+def _grid(implementation: Implementation, kernel: str, now: Choice) -> tuple[list[AnyBlocks], list[AnyBlocks]]:
+    """What fits and hardly spills, with the current head group: of each tile the likest the current; and the rest."""
+    family, current = FAMILIES[implementation.name], getattr(now.plan, kernel)
+    found: dict[tuple[int, int], list[AnyBlocks]] = {}
     for blocks in family.candidates(kernel):
-        blocks = family.fitted(kernel, dataclasses.replace(blocks, head_group=group), now.sizes)
+        blocks = family.fitted(kernel, dataclasses.replace(blocks, head_group=current.head_group), now.sizes)
         call = kernel, blocks, now.sizes, now.device.capability
-        if family.fits(*call) and not family.spills(*call):
-            yield blocks
+        if family.fits(*call) and not family.spills(*call) and blocks not in found.setdefault(tile(blocks), []):
+            found[tile(blocks)].append(blocks)
+    for each in found.values():
+        each.sort(key=lambda blocks: _unlike(blocks, current))
+    return [first for first, *_ in found.values()], [blocks for _, *rest in found.values() for blocks in rest]
+
+
+def _unlike(blocks: AnyBlocks, current: AnyBlocks) -> int:
+    """How much their numbers differ; of blocks of one tile, those of warps and stages."""
+    pairs = zip(dataclasses.astuple(blocks), dataclasses.astuple(current), strict=True)
+    return sum(abs(a - b) for a, b in pairs)
 
 
 def _concluded(found: list[tuple[Search, list[Measurement]]], path: pathlib.Path) -> Tuning:

@@ -1,12 +1,13 @@
 """Which blocks are the fastest for one kernel? Trials on the device that is there, checked and timed."""
 
+import collections
 import dataclasses
 import functools
 import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -19,6 +20,9 @@ from pallas_flash.dispatch import Implementation
 from pallas_flash.families import FAMILIES
 from pallas_flash.plan import AnyBlocks
 from pallas_flash.problem import Problem
+
+BEST_TILES = 2
+"""Of as many of the fastest tiles, other numbers of warps and stages are tried."""
 
 FINALISTS = 3
 """As many of the fastest are timed a second time: clocks change while others are compiled."""
@@ -71,7 +75,8 @@ class Search:
         tensors: What the kernel takes.
         now: The choice that has this plan.
         tiles: Blocks to try, the current ones first.
-        groups: Head groups to try with the best of them.
+        variants: Blocks to try if their tile is one of the fastest.
+        groups: Head groups to try with the best of all.
     """
 
     implementation: Implementation
@@ -80,34 +85,46 @@ class Search:
     tensors: tuple[Array, ...]
     now: Choice
     tiles: tuple[AnyBlocks, ...]
+    variants: tuple[AnyBlocks, ...]
     groups: tuple[int, ...]
 
     @property
     def steps(self) -> int:
-        """How many there are: blocks to compile, and to try."""
-        return 2 * (len(self.tiles) + len(self.groups))
+        """How many there are at most: blocks to compile, and to try."""
+        variants = collections.Counter(map(tile, self.variants))
+        return 2 * (len(self.tiles) + sum(n for _, n in variants.most_common(BEST_TILES)) + len(self.groups))
 
     def run(self, timer: Timer, step: Callable[[], Any]) -> list[Measurement]:
         """Tries all. Raises what the current blocks raise; a ValueError if nothing could be timed."""
         programs = self._compiled(self.tiles, step)
         expected = programs[self.tiles[0]]()
 
-        def tried(blocks: AnyBlocks, step: Callable[[], Any] = lambda: None) -> Measurement:
-            found = self._tried(blocks, programs[blocks], expected, timer)
-            step()
-            return found
+        def tried(blocks: AnyBlocks) -> Measurement:
+            return self._tried(blocks, programs[blocks], expected, timer)
 
-        found = [tried(blocks, step) for blocks in self.tiles]
+        def first_tried(many: Iterable[AnyBlocks]) -> Iterator[Measurement]:
+            for blocks in many:
+                yield tried(blocks)
+                step()
+
+        found = [*first_tried(self.tiles)]
         if not ranked(found):
             raise ValueError(
                 f"autotune: expected some blocks of the {self.implementation.name} {self.kernel} kernel to run, got: "
                 f"{found[0].reason}; pass other candidates, or name another implementation"
             )
-        best = ranked(found)[0][0].blocks
-        grouped = [dataclasses.replace(best, head_group=group) for group in self.groups]
-        programs |= self._compiled(grouped, step)
-        found += [tried(blocks, step) for blocks in grouped]
+        for more in (self._variants, self._grouped):
+            programs |= self._compiled(added := more(found), step)
+            found += first_tried(added)
         return found + [tried(trial.blocks) for trial, _ in ranked(found)[:FINALISTS]]
+
+    def _variants(self, found: list[Measurement]) -> list[AnyBlocks]:
+        best = list(dict.fromkeys(tile(trial.blocks) for trial, _ in ranked(found)))[:BEST_TILES]
+        return [blocks for blocks in self.variants if tile(blocks) in best]
+
+    def _grouped(self, found: list[Measurement]) -> list[AnyBlocks]:
+        best = ranked(found)[0][0].blocks
+        return [dataclasses.replace(best, head_group=group) for group in self.groups]
 
     def _compiled(self, many: Iterable[AnyBlocks], step: Callable[[], Any]) -> dict[AnyBlocks, Callable[[], Any]]:
         """The kernel with each of the blocks, side by side and before anything is timed; to call, it may raise."""
@@ -143,6 +160,11 @@ class Search:
     def _tolerance(self) -> float:
         dots = self.now.sizes.dots
         return TOLERANCE * EPSILON[self.problem.dtype if dots == "half" else dots]
+
+
+def tile(blocks: AnyBlocks) -> tuple[int, int]:
+    """Queries and keys of a tile."""
+    return blocks.block_q, blocks.block_k
 
 
 def _called(program: Future, args: tuple[Any, ...]) -> Any:

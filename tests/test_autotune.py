@@ -60,6 +60,23 @@ def cache(tmp_path, monkeypatch):
     return path
 
 
+@pytest.fixture
+def bars(monkeypatch):
+    """Progress bars, as they are made."""
+    made = []
+
+    class Bar:
+        def __init__(self, **options):
+            self.options, self.steps = options, 0
+            made.append(self)
+
+        def update(self):
+            self.steps += 1
+
+    monkeypatch.setitem(sys.modules, "tqdm", types.SimpleNamespace(tqdm=Bar))
+    return made
+
+
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory):
     """A tuning, the plan before, and a function that was traced before, with its result."""
@@ -156,7 +173,10 @@ def test_programs_have_one_kernel(name, H, kernel, launched):
 
 
 def test_the_grid(cache):
-    """Without candidates: what fits the sequences, then the head groups with the fastest."""
+    """Without candidates: the tile that fits the sequences, then other warps and stages, then head groups.
+
+    What comes first of a tile has the current warps and stages.
+    """
     seen = []
 
     def timer(run, trial):
@@ -167,6 +187,26 @@ def test_the_grid(cache):
     assert {(each.block_q, each.block_k) for each in seen} == {(16, 16)}
     groups = [each.head_group for each in seen]
     assert tuning.plan.forward == Blocks(16, 16, 4, 1, 2) and groups[:9] == [1] * 6 + [2, 4, 2]
+    assert seen[0] == tuning.before["triton"].forward
+
+
+def test_other_warps_and_stages_of_the_fastest_tiles(cache, bars):
+    """Of the two fastest alone; nothing twice but the three fastest, and the bar was told how many."""
+    seen = []
+
+    def timer(run, trial):
+        seen.append(trial.blocks)
+        return 1e-6 * (trial.blocks.block_q + 2 * trial.blocks.block_k) + 1e-8 * trial.blocks.num_stages
+
+    tuning = autotune(*tensors(T=64), timer=timer, gradients=False, interpret=True)
+    tiles = {}
+    for blocks in seen[: -search.FINALISTS]:
+        if blocks.head_group == 1:
+            tiles.setdefault((blocks.block_q, blocks.block_k), []).append(blocks)
+    tried = {tile: len(found) for tile, found in tiles.items()}
+    assert tried == {(32, 16): 6, (32, 32): 6, (64, 32): 1, (32, 64): 1, (64, 64): 1}
+    assert tuning.plan.forward.num_stages == 1 and len(seen) == len({*seen}) + search.FINALISTS
+    assert [(bar.options["total"], bar.steps) for bar in bars] == [(2 * (5 + 10 + 2),) * 2]
 
 
 def test_the_grid_has_what_was_found_by_hand():
@@ -223,7 +263,7 @@ def test_what_computes_something_else_is_rejected(cache):
     problem, _ = problem_of(*tensors(), interpret=True)
     now = triton.planned(problem)
     problem = dataclasses.replace(problem, implementation="triton", plan=now.plan)
-    found = Search(wrong, "forward", problem, tuple(tensors()), now, (now.plan.forward, A, B), ()).run(timer, list)
+    found = Search(wrong, "forward", problem, tuple(tensors()), now, (now.plan.forward, A, B), (), ()).run(timer, list)
     reasons = {each.trial.blocks: each.reason for each in found}
     assert reasons[A].startswith("its result differs by 0.1 of its norm, 0.0039 is allowed")
     assert reasons[B].startswith("its result differs by nan of its norm")
@@ -301,19 +341,8 @@ def test_a_foreign_file_is_refused_before_anything_is_measured(tmp_path):
 
 
 @pytest.mark.parametrize("progress", [True, False])
-def test_progress(cache, monkeypatch, progress):
+def test_progress(cache, bars, progress):
     """A step for each program to compile, and to try; those timed again are not counted."""
-    bars = []
-
-    class Bar:
-        def __init__(self, **options):
-            self.options, self.steps = options, 0
-            bars.append(self)
-
-        def update(self):
-            self.steps += 1
-
-    monkeypatch.setitem(sys.modules, "tqdm", types.SimpleNamespace(tqdm=Bar))
     autotune(*tensors(), timer=timer, **FORWARD | {"progress": progress})
     assert [(bar.options["total"], bar.steps, bar.options["disable"]) for bar in bars] == [(4, 4, not progress)]
 
