@@ -1,6 +1,7 @@
-# Python >= 3.12. `make test JAX=newest` tests against the newest JAX that is supported.
+# Python >= 3.12. `make test JAX=newest` tests against the newest JAX that is supported, `SHARE=1/2` runs half of the tests.
 PYTHON ?= python3
 JAX ?= oldest
+SHARE ?= 1/1
 ENV := .venv/$(JAX)
 BIN := $(ENV)/bin
 PINS := constraints.txt constraints-$(JAX).txt
@@ -14,7 +15,7 @@ demo: $(ENV)/ready
 	$(BIN)/python examples/train_char.py
 
 test: $(ENV)/ready
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	$(BIN)/python -m pytest -n auto --dist worksteal --share $(SHARE)
 
 lint: $(ENV)/ready-to-lint
 	$(BIN)/ruff check .
