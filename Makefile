@@ -1,4 +1,5 @@
-# Python >= 3.12. `make test JAX=newest` tests against the newest JAX that is supported, `SHARE=1/2` runs half of the tests.
+# Python >= 3.12. `make test JAX=newest` tests against the newest JAX that is supported, `SHARE=1/2` with half of the
+# tests.
 PYTHON ?= python3
 JAX ?= oldest
 SHARE ?= 1/1

@@ -17,10 +17,10 @@ from pallas_flash.families import FAMILIES
 from pallas_flash.plan import AnyBlocks, AnyPlan
 from pallas_flash.problem import Problem
 from pallas_flash.records import Record
-from pallas_flash.search import Measurement, Search, Timer, Trial, ranked, seconds, tile
+from pallas_flash.search import Measurement, Search, Timer, Trial, ranked, seconds, size
 
 GROUPS = (1, 2, 4, 8, 16)
-"""Head groups that are tried with the best tiles."""
+"""Head groups that are tried with the best blocks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +78,8 @@ def autotune(
 ) -> Tuning:
     """Finds the fastest plan for a call of `flash_attention` on the current GPU, and keeps it for later calls.
 
-    Each kernel is tried alone, so that candidates add up and do not multiply; they are compiled on all cores of the
-    host first, then timed. What does not compile, does not fit or gives another result is rejected. What was found goes
+    Each kernel is tried alone, so that candidates add up and do not multiply; many are compiled on all cores of the
+    host, then timed. What does not compile, does not fit or gives another result is rejected. What was found goes
     to a file, in which later calls of the same problem find it, in this process and others: the same kind of device,
     versions of jax and pallas_flash, lengths, head dims, dtype, masks and features. Only batch entries and heads may be
     more or fewer. A function that `jax.jit` has traced keeps the plan that it was traced with.
@@ -90,7 +90,8 @@ def autotune(
         bias, mask: As for `flash_attention`.
         gradients: Whether to tune the kernels of the gradients too.
         candidates: Plans whose blocks are tried, each kernel's alone, beside the current ones: of the kernels that the
-            current plan launches. None: a grid of what fits the device.
+            current plan launches. None: of what fits the device, each tile with the warps and stages most like the
+            current ones, then others with the fastest tiles.
         cache: File to store in, made if need be; it may be one that is shipped, or a table of the library. None: the
             one that the environment variable PALLAS_FLASH_CACHE names, or else pallas_flash/plans.json in the user's
             cache folder. Later calls read that one only.
@@ -229,8 +230,8 @@ def _grid(implementation: Implementation, kernel: str, now: Choice) -> tuple[lis
     for blocks in family.candidates(kernel):
         blocks = family.fitted(kernel, dataclasses.replace(blocks, head_group=current.head_group), now.sizes)
         call = kernel, blocks, now.sizes, now.device.capability
-        if family.fits(*call) and not family.spills(*call) and blocks not in found.setdefault(tile(blocks), []):
-            found[tile(blocks)].append(blocks)
+        if family.fits(*call) and not family.spills(*call) and blocks not in found.setdefault(size(blocks), []):
+            found[size(blocks)].append(blocks)
     for each in found.values():
         each.sort(key=lambda blocks: _unlike(blocks, current))
     return [first for first, *_ in found.values()], [blocks for _, *rest in found.values() for blocks in rest]

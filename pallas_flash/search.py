@@ -22,7 +22,7 @@ from pallas_flash.plan import AnyBlocks
 from pallas_flash.problem import Problem
 
 BEST_TILES = 2
-"""Of as many of the fastest tiles, other numbers of warps and stages are tried."""
+"""Other numbers of warps and stages are tried for so many of the fastest tiles."""
 
 FINALISTS = 3
 """As many of the fastest are timed a second time: clocks change while others are compiled."""
@@ -90,44 +90,51 @@ class Search:
 
     @property
     def steps(self) -> int:
-        """How many there are at most: blocks to compile, and to try."""
-        variants = collections.Counter(map(tile, self.variants))
-        return 2 * (len(self.tiles) + sum(n for _, n in variants.most_common(BEST_TILES)) + len(self.groups))
+        """How many there are: blocks to compile, and to try; where tiles have fewer variants, some are skipped."""
+        return 2 * (len(self.tiles) + self._most_variants + len(self.groups))
+
+    @property
+    def _most_variants(self) -> int:
+        return sum(n for _, n in collections.Counter(map(size, self.variants)).most_common(BEST_TILES))
 
     def run(self, timer: Timer, step: Callable[[], Any]) -> list[Measurement]:
-        """Tries all. Raises what the current blocks raise; a ValueError if nothing could be timed."""
+        """Tries tiles, variants of the fastest, then head groups.
+
+        Raises what the current blocks raise; a ValueError if nothing could be timed.
+        """
         programs = self._compiled(self.tiles, step)
         expected = programs[self.tiles[0]]()
 
         def tried(blocks: AnyBlocks) -> Measurement:
             return self._tried(blocks, programs[blocks], expected, timer)
 
-        def first_tried(many: Iterable[AnyBlocks]) -> Iterator[Measurement]:
+        def counted(many: Iterable[AnyBlocks]) -> Iterator[Measurement]:
             for blocks in many:
                 yield tried(blocks)
                 step()
 
-        found = [*first_tried(self.tiles)]
+        found = [*counted(self.tiles)]
         if not ranked(found):
             raise ValueError(
                 f"autotune: expected some blocks of the {self.implementation.name} {self.kernel} kernel to run, got: "
                 f"{found[0].reason}; pass other candidates, or name another implementation"
             )
-        for more in (self._variants, self._grouped):
-            programs |= self._compiled(added := more(found), step)
-            found += first_tried(added)
+        variants = self._variants(found)
+        for _ in range(2 * (self._most_variants - len(variants))):
+            step()
+        programs |= self._compiled(variants, step)
+        found += counted(variants)
+        grouped = [dataclasses.replace(ranked(found)[0][0].blocks, head_group=group) for group in self.groups]
+        programs |= self._compiled(grouped, step)
+        found += counted(grouped)
         return found + [tried(trial.blocks) for trial, _ in ranked(found)[:FINALISTS]]
 
     def _variants(self, found: list[Measurement]) -> list[AnyBlocks]:
-        best = list(dict.fromkeys(tile(trial.blocks) for trial, _ in ranked(found)))[:BEST_TILES]
-        return [blocks for blocks in self.variants if tile(blocks) in best]
-
-    def _grouped(self, found: list[Measurement]) -> list[AnyBlocks]:
-        best = ranked(found)[0][0].blocks
-        return [dataclasses.replace(best, head_group=group) for group in self.groups]
+        best = list(dict.fromkeys(size(trial.blocks) for trial, _ in ranked(found)))[:BEST_TILES]
+        return [blocks for blocks in self.variants if size(blocks) in best]
 
     def _compiled(self, many: Iterable[AnyBlocks], step: Callable[[], Any]) -> dict[AnyBlocks, Callable[[], Any]]:
-        """The kernel with each of the blocks, side by side and before anything is timed; to call, it may raise."""
+        """The kernel with each of the blocks, side by side and before any of them is timed; to call, it may raise."""
         compute = jax.jit(functools.partial(_computed, self.implementation, self.kernel))
         found = {}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -162,7 +169,7 @@ class Search:
         return TOLERANCE * EPSILON[self.problem.dtype if dots == "half" else dots]
 
 
-def tile(blocks: AnyBlocks) -> tuple[int, int]:
+def size(blocks: AnyBlocks) -> tuple[int, int]:
     """Queries and keys of a tile."""
     return blocks.block_q, blocks.block_k
 

@@ -1,9 +1,9 @@
 """Shape annotations are checked while tests run, and only then; there are eight virtual CPU devices to split over.
 
-`--share 1/2` runs one half of the tests, `--share 2/2` the other: who has two versions of JAX, and time to run each
-test once, gives each version a share.
+`--share 1/2` runs one half of the tests, `--share 2/2` the other, for two versions of JAX and too little time.
 """
 
+import argparse
 import os
 import zlib
 
@@ -19,10 +19,10 @@ def pytest_addoption(parser):
 
 
 def _share(text: str) -> tuple[int, int]:
-    k, n = map(int, text.split("/"))
-    if not 1 <= k <= n:
-        raise ValueError(text)
-    return k, n
+    k, _, n = text.partition("/")
+    if not (k.isdecimal() and n.isdecimal() and 1 <= int(k) <= int(n)):
+        raise argparse.ArgumentTypeError(f"expected K/N with K from 1 to N, got {text!r}; 1/1 runs all")
+    return int(k), int(n)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -174,7 +174,7 @@ def by_warp(*jobs: Callable[[], None]) -> None:
 
 
 def part(problem: Problem, grid: Grid, number) -> tuple[Any, tuple[Any, int]]:
-    """Of a part of a group, the grid's "head": the key/value head, and its query heads, the first and how many."""
+    """Of a part of a group, a head of the grid: the key/value head, and its query heads, the first and how many."""
     count = problem.N // grid.heads
     return lax.div(number, jnp.int32(grid.heads // problem.K)), (number * count, count)
 
@@ -289,12 +289,13 @@ def _scrub(used_ref, b, first, tile_refs) -> None:
 def send(*copies: tuple[Array, Any, Any]) -> None:
     """Sends values to device memory, each through a tile of shared memory that only this warp group has used.
 
-    Or straight, if the tile is of another dtype: then its rows must be within the array.
+    Or straight, if the value is float32 and the tile is not: then its rows must be within the array.
     """
-    for value, tile_ref, destination in copies:
-        if tile_ref.dtype != value.dtype:
+    is_straight = [value.dtype == jnp.float32 != tile_ref.dtype for value, tile_ref, _ in copies]
+    for (value, _, destination), straight in zip(copies, is_straight, strict=True):
+        if straight:
             destination[...] = value
-    copies = tuple(copy for copy in copies if copy[1].dtype == copy[0].dtype)
+    copies = tuple(copy for copy, straight in zip(copies, is_straight, strict=True) if not straight)
     ptx.join_warps()
     for value, tile_ref, _ in copies:
         tile_ref[...] = value
