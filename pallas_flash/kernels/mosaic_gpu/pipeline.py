@@ -291,16 +291,17 @@ def send(*copies: tuple[Array, Any, Any]) -> None:
 
     Or straight, if the value is float32 and the tile is not: then its rows must be within the array.
     """
-    is_straight = [value.dtype == jnp.float32 != tile_ref.dtype for value, tile_ref, _ in copies]
-    for (value, _, destination), straight in zip(copies, is_straight, strict=True):
-        if straight:
+    through = []
+    for value, tile_ref, destination in copies:
+        if value.dtype == jnp.float32 != tile_ref.dtype:
             destination[...] = value
-    copies = tuple(copy for copy, straight in zip(copies, is_straight, strict=True) if not straight)
+        else:
+            through.append((value, tile_ref, destination))
     ptx.join_warps()
-    for value, tile_ref, _ in copies:
+    for value, tile_ref, _ in through:
         tile_ref[...] = value
     plgpu.commit_smem()
-    for _, tile_ref, destination in copies:
+    for _, tile_ref, destination in through:
         plgpu.copy_smem_to_gmem(tile_ref, destination)
     plgpu.wait_smem_to_gmem(0)
 
